@@ -1,0 +1,42 @@
+"""The `sglang-dlite` command: sub-commands are modules that are imported when called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+# name -> (module, one-line help). Each module has `add_arguments(parser)` and `run(args) -> int`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "check": ("sglang_dlite.check", "diagnose this installation"),
+    "prepare-model": (
+        "sglang_dlite.embedded_model",
+        "unpack the embedded target (SmolLM2-135M-Instruct) into the user's cache",
+    ),
+    "drafter-path": ("sglang_dlite.assets", "print the directory of the shipped drafter"),
+    "generate": ("sglang_dlite.training.generate", "write the target's own replies to prompts"),
+    "train": ("sglang_dlite.training.train", "train a drafter for a target"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one sub-command; returns the exit status (2 for a usage error).
+
+    A sub-command's module is imported only when it is the one asked for, so that `--help` and
+    the light commands do not pay for importing torch or sglang.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="sglang-dlite", description="DLite speculative decoding for SGLang"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module_name, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if argv and argv[0] == name:
+            importlib.import_module(module_name).add_arguments(sub)
+    args = parser.parse_args(argv)
+    return importlib.import_module(COMMANDS[args.command][0]).run(args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,20 @@
+"""The DLite drafter: config, model and checkpoint I/O. The only definition of the model, for training and serving alike.
+
+Depends on torch, safetensors and the standard library only.
+"""
+
+from __future__ import annotations
+
+from sglang_dlite.drafter.checkpoint import CheckpointError, load_drafter, save_drafter
+from sglang_dlite.drafter.config import DLiteConfig, DrafterConfigError
+from sglang_dlite.drafter.model import DLiteDrafter, DraftBlock
+
+__all__ = [
+    "CheckpointError",
+    "DLiteConfig",
+    "DLiteDrafter",
+    "DraftBlock",
+    "DrafterConfigError",
+    "load_drafter",
+    "save_drafter",
+]

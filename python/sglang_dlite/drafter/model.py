@@ -1,0 +1,130 @@
+"""The DLite drafter: backbone and sequential head in one module, with the checkpoint's tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sglang_dlite.drafter.backbone import DecoderLayer, RMSNorm, build_constants
+from sglang_dlite.drafter.config import DLiteConfig
+from sglang_dlite.drafter.sequential_head import SequentialHead
+
+# The target's input embedding: ids [...] int64 -> [..., h]. Frozen, never part of the drafter.
+Embed = Callable[[Tensor], Tensor]
+
+_INIT_STD = 0.02  # as Qwen3 initialises its matrices
+
+
+class DraftBlock(NamedTuple):
+    """One drafted block. K tokens after the anchor; softmax(draft_logits(u_k)) is the law q of token k."""
+
+    token_ids: Tensor  # [n, K] int64
+    head_vectors: Tensor  # [n, K, R], the drafter's dtype
+
+
+class DLiteDrafter(nn.Module):
+    """Drafts K tokens from the S pivot states and the G last real tokens; knows nothing else of the history.
+
+    `DLiteDrafter(config)` has fresh weights; under `torch.device("meta")` it allocates none. Its state dict
+    is exactly the checkpoint's tensors. Inputs of another floating dtype are cast to the parameters'.
+    """
+
+    def __init__(self, config: DLiteConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layer_depth_embedding = nn.Embedding(config.num_target_layers, config.hidden_size)
+        self.context_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.sequential_head = SequentialHead(config)
+        self.constants = build_constants(config)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=_INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    def backbone(self, pivot_states: Tensor, token_group: Tensor, embed: Embed) -> Tensor:
+        """The prediction hiddens [n, K, h] of the K mask queries, after the final norm. Differentiable.
+
+        pivot_states [n, S, h]: target layer outputs at the pivot, in the order of `target_layer_ids`; the
+        state for id L-1 is the one after the target's final norm. token_group [n, G] int64: the real tokens
+        ending in the anchor. Raises ValueError on other shapes or dtypes.
+        """
+        config = self.config
+        n = token_group.shape[0]
+        _check("pivot_states", pivot_states, (n, config.num_pivot_states, config.hidden_size))
+        self._check_token_group(token_group, n)
+        depth = self.layer_depth_embedding(self.constants.layer_ids)  # [S, h]
+        context = self.context_norm(pivot_states.to(self.dtype) + depth)  # [n, S, h]
+        masks = token_group.new_full((n, config.num_drafts), config.mask_token_id)  # [n, K]
+        x = embed(torch.cat([token_group, masks], dim=1)).to(self.dtype)  # [n, T, h], T = G+K
+        for layer in self.layers:
+            x = layer(x, context, self.constants)
+        return self.norm(x[:, -config.num_drafts :])
+
+    def head_vectors(
+        self, prediction_hidden: Tensor, previous_tokens: Tensor, token_group: Tensor
+    ) -> Tensor:
+        """Teacher-forced head vectors u_k [n, K, R], for training. Differentiable.
+
+        prediction_hidden [n, K, h]; previous_tokens [n, K] int64: the token before each draft, so column 0
+        is the anchor; token_group [n, G] int64. Raises ValueError on other shapes or dtypes.
+        """
+        config, head = self.config, self.sequential_head
+        n = token_group.shape[0]
+        _check("prediction_hidden", prediction_hidden, (n, config.num_drafts, config.hidden_size))
+        _check("previous_tokens", previous_tokens, (n, config.num_drafts), torch.int64)
+        self._check_token_group(token_group, n)
+        projected = head.project_hidden(prediction_hidden)  # [n, K, R]
+        state = head.initial_state(token_group)  # [n, R]
+        vectors = []
+        for k in range(config.num_drafts):
+            state = head.advance(state, previous_tokens[:, k])
+            vectors.append(head.combine(state, projected[:, k]))
+        return torch.stack(vectors, dim=1)
+
+    def draft_logits(self, head_vectors: Tensor) -> Tensor:
+        """Logits [..., V] of head vectors [..., R]. The target's lm_head has no part in drafting."""
+        return self.sequential_head.output_proj(head_vectors)
+
+    @torch.no_grad()
+    def draft(self, pivot_states: Tensor, token_group: Tensor, embed: Embed) -> DraftBlock:
+        """Draft one block greedily; arguments as in `backbone`, n = 0 included.
+
+        Shapes depend on n only, nothing is read back to the host: capturable in one CUDA graph if `embed`
+        is. On a tie torch.argmax takes the lowest id, on CPU and CUDA alike (a test holds the CPU to it).
+        """
+        head = self.sequential_head
+        projected = head.project_hidden(self.backbone(pivot_states, token_group, embed))
+        state = head.initial_state(token_group)
+        token = token_group[:, -1]  # the anchor
+        tokens, vectors = [], []
+        for k in range(self.config.num_drafts):
+            state = head.advance(state, token)
+            vectors.append(head.combine(state, projected[:, k]))
+            token = self.draft_logits(vectors[-1]).argmax(dim=-1)
+            tokens.append(token)
+        return DraftBlock(torch.stack(tokens, dim=1), torch.stack(vectors, dim=1))
+
+    def _check_token_group(self, token_group: Tensor, n: int) -> None:
+        _check("token_group", token_group, (n, self.config.anchor_group_size), torch.int64)
+
+
+def _check(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, must be {list(shape)}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, must be {dtype}")

@@ -1,0 +1,70 @@
+# sglang-dlite: every target installs what it needs, and does nothing twice.
+#   make PYTHON=python3.12 ...  another interpreter     make VENV=dir ...  another environment
+
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 30000
+JSON   ?=
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.sglang-dlite-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve check test test-slow lint format clean
+
+help:  ## show this text
+	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## create .venv and install the package with its development tools
+
+# The package is installed editable, so only its metadata can make an installation stale.
+# The stamp comes last: an interrupted installation is taken up again by the next call.
+$(STAMP): python/pyproject.toml
+	@set -e; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  found=; \
+	  for python in $(PYTHON) python3.12 python3.13 python3.11; do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	      found="$$python"; break; \
+	    fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "error: no Python >= 3.11 found (tried $(PYTHON), python3.12, python3.13, python3.11)."; \
+	    echo "       Install one, or name it: make install PYTHON=/path/to/python3.12"; \
+	    exit 1; \
+	  fi; \
+	  echo "== creating $(VENV) with $$found"; \
+	  "$$found" -m venv $(VENV); \
+	fi; \
+	echo "== installing sglang-dlite and SGLang into $(VENV) (several GB the first time)"; \
+	$(BIN)/python -m pip install --editable 'python[dev]'; \
+	touch $@
+
+demo: $(STAMP)  ## play one agent session with and without DLITE (JSON=file writes the table as well)
+	@$(BIN)/python -m sglang_dlite.demo --work-dir work/demo $(if $(JSON),--json "$(JSON)") $(ARGS)
+
+serve: $(STAMP)  ## keep the embedded model served with DLITE (PORT=30000); Ctrl-C stops it
+	@$(BIN)/python -m sglang_dlite.demo.serve --port $(PORT) $(ARGS)
+
+check: $(STAMP)  ## diagnose the installation
+	@$(BIN)/sglang-dlite check
+
+test: $(STAMP)  ## run the fast tests (ARGS="-k name" goes to pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP)  ## run the tests that launch servers or take minutes
+	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+lint: $(STAMP)  ## check formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and what the demo left
+	rm -rf $(VENV) work .mypy_cache .pytest_cache .ruff_cache

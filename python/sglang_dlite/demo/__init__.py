@@ -1,0 +1,1 @@
+"""The demo: one multi-turn coding-agent session over HTTP, with and without speculation."""

@@ -1,6 +1,7 @@
-"""The DLite drafter: config, model and checkpoint I/O. The only definition of the model, for training and serving alike.
+"""The DLite drafter: config, model and checkpoint I/O.
 
-Depends on torch, safetensors and the standard library only.
+The only definition of the model, for training and serving alike. Depends on torch, safetensors and
+the standard library only.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from sglang_dlite.drafter.config import DLiteConfig
 class Constants(nn.Module):
     """Tensors fixed by the config, as non-persistent buffers `self.<name>` on the model's device.
 
-    Not in the state dict, so a model built on the meta device or by `to_empty` has nowhere to load them
-    from; and `.to(torch.bfloat16)` would round the RoPE table. Both are avoided alike: whatever is done
-    to the module, the buffers are afterwards the CPU originals, moved to the new device, dtype kept.
+    They are not in the state dict, so a model built on meta or by `to_empty` has nowhere to load
+    them from, and `.to(torch.bfloat16)` would round the RoPE table. One rule avoids both: whatever
+    is done to the module, the buffers are then the CPU originals again, on the new device, dtype kept.
     """
 
     def __init__(self, **values: Tensor) -> None:
@@ -37,7 +37,7 @@ class Constants(nn.Module):
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [len(positions), head_dim], fp32, of the angles p * theta^(-2i/head_dim), halves equal."""
+    """cos and sin [P, head_dim], fp32, of the angles p * theta^(-2i/head_dim), halves equal."""
     exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
     angles = positions.float()[:, None] / theta**exponents  # [P, d/2]
     angles = torch.cat([angles, angles], dim=-1)
@@ -45,10 +45,10 @@ def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, 
 
 
 def build_constants(config: DLiteConfig) -> Constants:
-    """RoPE tables of the S context slots and T queries (`key_*`) and the ids of the S target layers.
+    """RoPE tables of the S context slots and T queries (`key_*`); ids of the S target layers.
 
-    All context slots share position max(0, G-2), queries are at 0..T-1: the same for every request and
-    context length. `device="cpu"` throughout, so that these are real even when the model is built on meta.
+    All context slots share position max(0, G-2), queries are at 0..T-1: the same for every request
+    and context length. `device="cpu"` throughout, so that these are real in a model built on meta.
     """
     num_queries = config.anchor_group_size + config.num_drafts
     slots = torch.full(
@@ -61,14 +61,14 @@ def build_constants(config: DLiteConfig) -> Constants:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x [..., P, d] with fp32 tables [P, d]: computed in fp32, rounded once to x's dtype."""
+    """RoPE on x [..., P, d] with fp32 tables [P, d]: in fp32, rounded once to x's dtype."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x * cos + turned * sin).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; the mean in fp32, the result in x's dtype, as in Qwen3."""
+    """x / rms(x) * weight over the last dimension; normed in fp32, cast back, as Qwen3 does."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Non-causal grouped-query attention of T queries over S context slots and the T queries themselves."""
+    """Non-causal grouped-query attention of T queries over S context slots and themselves."""
 
     def __init__(self, config: DLiteConfig) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One Qwen3-style layer. The context joins as keys and values, past `input_layernorm`, not through it."""
+    """One Qwen3-style layer. The context joins as keys and values, unnormed by the layer."""
 
     def __init__(self, config: DLiteConfig) -> None:
         super().__init__()

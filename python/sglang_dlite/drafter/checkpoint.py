@@ -38,8 +38,8 @@ def load_drafter(
     """Load the checkpoint in folder `path`, for inference (eval mode, no gradients).
 
     dtype None keeps the stored dtype. Reads one `model.safetensors`, or the shards that
-    `model.safetensors.index.json` names. Raises `DrafterConfigError` for the config; `CheckpointError` for
-    the weights, listing every missing, unexpected or misshapen tensor.
+    `model.safetensors.index.json` names. Raises `DrafterConfigError` for the config and
+    `CheckpointError` for the weights, listing every missing, unexpected or misshapen tensor.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -55,7 +55,7 @@ def load_drafter(
     expected = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
     with _open_tensors(folder) as slices:
         _check_tensors(folder, expected, slices, keep_dtype=dtype is None)
-        # A copy, because safetensors maps the file into memory and a later write to it would show through.
+        # A copy: safetensors maps the file, and a later write to it would show through.
         state = {
             name: _read(file, name).to(device, dtype, copy=True) for name, file in slices.items()
         }
@@ -66,9 +66,10 @@ def load_drafter(
 def save_drafter(drafter: DLiteDrafter, path: str | os.PathLike[str]) -> None:
     """Write `config.json` and `model.safetensors` into folder `path`, in the drafter's dtype.
 
-    Both are written to a temporary folder beside it first: a new folder appears whole or not at all, and
-    in an existing one each file is replaced in one step, an unchanged config not at all. Other files there
-    are left alone. Raises OSError where the disk does.
+    Both are written to a temporary folder beside it first. A new folder appears whole or not at
+    all. In an existing one each file is replaced in one step, the weights first, an unchanged
+    config not at all: save a drafter of another config to another folder. Other files there are left
+    alone. Raises OSError where the disk does.
     """
     folder = Path(path).resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,7 @@ def save_drafter(drafter: DLiteDrafter, path: str | os.PathLike[str]) -> None:
         for name in (WEIGHTS_FILE, CONFIG_FILE):
             _sync(staging / name)
         if not folder.exists():
-            # mkdtemp and save_file make private files; what is published gets the usual permissions.
+            # mkdtemp makes private folders; what is published gets the usual permissions.
             _publish_permissions(staging)
             staging.rename(folder)
             return
@@ -128,7 +129,7 @@ def _open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
                 names = list(handle.keys())
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"cannot read {file}: {error}. The file is truncated or damaged; download it again."
+                    f"cannot read {file}: {error}. It is truncated or damaged; download it again."
                 ) from error
             twice = sorted(owners.keys() & set(names))
             if twice:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class DLiteConfig:
 
     @property
     def num_pivot_states(self) -> int:
-        """S, the target layer outputs that condition the drafter (`chs_num_layers` in config.json)."""
+        """S, the target layer outputs that condition the drafter; `chs_num_layers` in JSON."""
         return len(self.target_layer_ids)
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class DLiteConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise _fail(name, value, "a finite number > 0")
-            if not (math.isfinite(value) and value > 0):
+            if not (0 < value <= sys.float_info.max):
                 raise _fail(name, value, "a finite number > 0")
             object.__setattr__(self, name, float(value))
         if not _is_int(self.block_size) or self.block_size < 2:
@@ -156,7 +156,7 @@ class DLiteConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> DLiteConfig:
-        """Build from the parsed official `config.json`. Keys that the drafter does not use are ignored.
+        """Build from the parsed official `config.json`. Keys the drafter does not use are ignored.
 
         Raises `DrafterConfigError` for missing, mistyped, out-of-range or contradicting values.
         """
@@ -218,7 +218,7 @@ class DLiteConfig:
             "block_size": self.block_size,
             "attention_bias": False,
             "hidden_act": "silu",
-            # Meaningless to the drafter, whose positions are below S+G+B whatever the context length.
+            # Meaningless to the drafter: its positions are below G+B at any context length.
             "max_position_embeddings": 4096,
             "dlite_config": {
                 "architecture_version": self.architecture_version,
@@ -234,10 +234,10 @@ class DLiteConfig:
 
 
 def _read_rope_theta(data: dict[str, Any]) -> Any:
-    """`rope_theta` from its old place (top level) or its new one (`rope_parameters`); None if absent.
+    """`rope_theta` from its old place (top level) or the new one (`rope_parameters`); else None.
 
-    Positions are constant and tiny, so long-context scaling would not pay. A scaled type changes even
-    small angles, however, and is refused rather than ignored.
+    Positions are constant and tiny, so long-context scaling would not pay. A scaled type changes
+    even small angles, however, and is refused rather than ignored.
     """
     theta = data.get("rope_theta")
     for key in ("rope_parameters", "rope_scaling"):

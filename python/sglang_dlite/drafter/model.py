@@ -1,4 +1,4 @@
-"""The DLite drafter: backbone and sequential head in one module, with the checkpoint's tensor names."""
+"""The DLite drafter: backbone and sequential head in one module, named as in the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _INIT_STD = 0.02  # as Qwen3 initialises its matrices
 
 
 class DraftBlock(NamedTuple):
-    """One drafted block. K tokens after the anchor; softmax(draft_logits(u_k)) is the law q of token k."""
+    """The K tokens after the anchor; softmax(draft_logits(u_k)) is the drafter's law of token k."""
 
     token_ids: Tensor  # [n, K] int64
     head_vectors: Tensor  # [n, K, R], the drafter's dtype
 
 
 class DLiteDrafter(nn.Module):
-    """Drafts K tokens from the S pivot states and the G last real tokens; knows nothing else of the history.
+    """Drafts K tokens from the S pivot states and the G last real tokens; sees no other history.
 
-    `DLiteDrafter(config)` has fresh weights; under `torch.device("meta")` it allocates none. Its state dict
-    is exactly the checkpoint's tensors. Inputs of another floating dtype are cast to the parameters'.
+    `DLiteDrafter(config)` has fresh weights; under `torch.device("meta")` it allocates none. Its
+    state dict is exactly the checkpoint's tensors. Inputs of another floating dtype are cast to
+    the parameters'.
     """
 
     def __init__(self, config: DLiteConfig) -> None:
@@ -55,11 +56,12 @@ class DLiteDrafter(nn.Module):
         return self.norm.weight.dtype
 
     def backbone(self, pivot_states: Tensor, token_group: Tensor, embed: Embed) -> Tensor:
-        """The prediction hiddens [n, K, h] of the K mask queries, after the final norm. Differentiable.
+        """Prediction hiddens [n, K, h] of the K mask queries, after the final norm. Differentiable.
 
-        pivot_states [n, S, h]: target layer outputs at the pivot, in the order of `target_layer_ids`; the
-        state for id L-1 is the one after the target's final norm. token_group [n, G] int64: the real tokens
-        ending in the anchor. Raises ValueError on other shapes or dtypes.
+        pivot_states [n, S, h]: target layer outputs at the pivot, in the order of
+        `target_layer_ids`; the state for id L-1 is the one after the target's final norm.
+        token_group [n, G] int64: the real tokens ending in the anchor. Raises ValueError on other
+        shapes or dtypes.
         """
         config = self.config
         n = token_group.shape[0]
@@ -78,8 +80,9 @@ class DLiteDrafter(nn.Module):
     ) -> Tensor:
         """Teacher-forced head vectors u_k [n, K, R], for training. Differentiable.
 
-        prediction_hidden [n, K, h]; previous_tokens [n, K] int64: the token before each draft, so column 0
-        is the anchor; token_group [n, G] int64. Raises ValueError on other shapes or dtypes.
+        prediction_hidden [n, K, h]; previous_tokens [n, K] int64: the token before each draft, so
+        column 0 is the anchor; token_group [n, G] int64. Raises ValueError on other shapes or
+        dtypes.
         """
         config, head = self.config, self.sequential_head
         n = token_group.shape[0]
@@ -95,15 +98,16 @@ class DLiteDrafter(nn.Module):
         return torch.stack(vectors, dim=1)
 
     def draft_logits(self, head_vectors: Tensor) -> Tensor:
-        """Logits [..., V] of head vectors [..., R]. The target's lm_head has no part in drafting."""
+        """Logits [..., V] of head vectors [..., R]. The target's lm_head plays no part here."""
         return self.sequential_head.output_proj(head_vectors)
 
     @torch.no_grad()
     def draft(self, pivot_states: Tensor, token_group: Tensor, embed: Embed) -> DraftBlock:
         """Draft one block greedily; arguments as in `backbone`, n = 0 included.
 
-        Shapes depend on n only, nothing is read back to the host: capturable in one CUDA graph if `embed`
-        is. On a tie torch.argmax takes the lowest id, on CPU and CUDA alike (a test holds the CPU to it).
+        Shapes depend on n only and nothing is read back to the host, so that one CUDA graph can
+        hold it all, if `embed` can be captured. On a tie torch.argmax takes the lowest id: torch
+        does not promise it, its CPU and CUDA reductions do it, and a test holds the CPU to it.
         """
         head = self.sequential_head
         projected = head.project_hidden(self.backbone(pivot_states, token_group, embed))

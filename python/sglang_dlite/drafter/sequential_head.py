@@ -1,7 +1,7 @@
 """The gated low-rank recurrence that turns the backbone's K parallel vectors into a causal block.
 
-Equations: DLite's release, as written down in `notes/dlite-facts.md`, section 2.5. With e_k the embedding
-of the previous token and h_k the prediction hidden of draft k = 1..K:
+Equations: DLite's release, as written down in `notes/dlite-facts.md`, section 2.5. With e_k the
+embedding of the previous token and h_k the prediction hidden of draft k = 1..K:
 
     gate, candidate = split(W_state [s_{k-1} ; e_k] + b_state)
     s_k = sigmoid(gate) * s_{k-1} + (1 - sigmoid(gate)) * tanh(candidate)
@@ -19,7 +19,7 @@ from sglang_dlite.drafter.config import DLiteConfig
 
 
 class SequentialHead(nn.Module):
-    """`advance` and `combine` are the two halves of a step; training, drafting and sampling all use them."""
+    """`advance` and `combine` are the halves of a step; training and drafting both use them."""
 
     def __init__(self, config: DLiteConfig) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class SequentialHead(nn.Module):
         self.output_proj = nn.Linear(rank, vocab, bias=False)
 
     def initial_state(self, token_group: Tensor) -> Tensor:
-        """s_0 [n, R] from token_group [n, G]: zero for G = 1, one step on the token before the anchor else."""
+        """s_0 [n, R] from token_group [n, G]: zero, for G > 1 advanced by the last but one."""
         weight = self.state_proj.weight
         state = torch.zeros(
             token_group.shape[0], self.rank, dtype=weight.dtype, device=weight.device
@@ -41,8 +41,8 @@ class SequentialHead(nn.Module):
     def project_hidden(self, prediction_hidden: Tensor) -> Tensor:
         """W_h h_k + b for all k at once: [n, K, h] -> [n, K, R].
 
-        It does not depend on the recurrence, so one matmul outside the loop replaces K inside it. Equal to
-        the release's fused form up to rounding.
+        It does not depend on the recurrence, so one matmul outside the loop replaces K inside it.
+        Equal to the release's fused form up to rounding.
         """
         return F.linear(
             prediction_hidden,
@@ -58,5 +58,5 @@ class SequentialHead(nn.Module):
         return keep * state + (1 - keep) * torch.tanh(candidate)
 
     def combine(self, state: Tensor, projected_hidden: Tensor) -> Tensor:
-        """The head vector u_k [n, R] from the state s_k [n, R] and row k of `project_hidden` [n, R]."""
+        """Head vector u_k [n, R] from the state s_k [n, R] and `project_hidden`'s row k [n, R]."""
         return F.linear(state, self.state_hidden_mlp.weight[:, : self.rank]) + projected_hidden

@@ -20,7 +20,7 @@ class Constants(nn.Module):
 
     They are not in the state dict, so a model built on meta or by `to_empty` has nowhere to load
     them from, and `.to(torch.bfloat16)` would round the RoPE table. One rule avoids both: whatever
-    is done to the module, the buffers are then the CPU originals again, on the new device, dtype kept.
+    is done to the module, the buffers are then the CPU originals again, moved, dtype kept.
     """
 
     def __init__(self, **values: Tensor) -> None:

@@ -68,8 +68,8 @@ def save_drafter(drafter: DLiteDrafter, path: str | os.PathLike[str]) -> None:
 
     Both are written to a temporary folder beside it first. A new folder appears whole or not at
     all. In an existing one each file is replaced in one step, the weights first, an unchanged
-    config not at all: save a drafter of another config to another folder. Other files there are left
-    alone. Raises OSError where the disk does.
+    config not at all: save a drafter of another config to another folder. Other files there are
+    left alone. Raises OSError where the disk does.
     """
     folder = Path(path).resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,9 @@ import httpx
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 15.0
-LOG_TAIL_LINES = 30
+LOG_TAIL_LINES = 15
+# The last line of a Python traceback.
+ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")
 
 # Called about once a second while the server starts: seconds so far, newest line of its log.
 Progress = Callable[[float, str], None]
@@ -193,7 +196,12 @@ class ServerProcess:
         return lines[-1] if lines else ""
 
     def _log_tail(self) -> str:
-        lines = self._log_lines()[-LOG_TAIL_LINES:]
+        lines = self._log_lines()
         if not lines:
             return ""
-        return f"; the end of its log ({self.log_path}):\n  " + "\n  ".join(lines)
+        # SGLang's last lines are often those of the launcher that went down with its scheduler,
+        # or the long tail of a torch message: the first error stands further up.
+        error = next((line for line in lines if ERROR_LINE.match(line)), None)
+        cause = f"; its log says:\n  {error[:500]}\n" if error else "; "
+        tail = "\n  ".join(lines[-LOG_TAIL_LINES:])
+        return f"{cause}the end of its log ({self.log_path}):\n  {tail}"

@@ -87,6 +87,16 @@ def test_early_death_shows_the_log(tmp_path: Path) -> None:
         server.wait_ready(20)
 
 
+def test_early_death_names_the_error_above_a_long_tail(tmp_path: Path) -> None:
+    lines = ["ValueError: D = 99 is out of range", *(f"noise {i}" for i in range(100))]
+    server = _fake(tmp_path, f"print({chr(10).join(lines)!r}); raise SystemExit(3)")
+    with server, pytest.raises(ServerError) as caught:
+        server.wait_ready(20)
+    text = str(caught.value)
+    assert "its log says:\n  ValueError: D = 99 is out of range\n" in text
+    assert "noise 99" in text and "noise 50" not in text
+
+
 def test_timeout_is_an_error(tmp_path: Path) -> None:
     server = _fake(tmp_path, "import time; time.sleep(600)")
     with server, pytest.raises(ServerError, match="did not answer within 0 s"):

@@ -18,8 +18,10 @@ import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
+    status = 503  # as SGLang while it warms up
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(Handler.status)
+        Handler.status = 200
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """

@@ -1,0 +1,1 @@
+"""DLITE in SGLang's runtime."""

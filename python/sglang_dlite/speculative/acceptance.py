@@ -1,0 +1,60 @@
+"""Acceptance rules: pure functions on tensors, no sglang, no host synchronisation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Acceptance(NamedTuple):
+    """What one verify pass keeps, for n requests and verify width D."""
+
+    num_accepted: torch.Tensor  # [n] int64, accepted drafts 0..D-1
+    output_ids: torch.Tensor  # [n, D] int64, the first num_accepted + 1 of each row are output
+    anchor: torch.Tensor  # [n] int64, the newest verified token
+
+
+def match_drafts(candidates: torch.Tensor, target_ids: torch.Tensor) -> Acceptance:
+    """Sample-and-match: keep drafts while each equals the target's own token.
+
+    candidates [n, D] int64 is [anchor | drafts]; target_ids [n, D] int64 is the target's token
+    at each verify row (argmax, or a sample under the request's parameters). Row j has read
+    candidates[:, : j + 1], so its token is the target's continuation of exactly that prefix; it
+    counts only while the prefix was kept. Each output token is therefore a fresh choice of the
+    target given the output before it: exact for any deterministic draft (dlite-facts section 7).
+
+    The accepted drafts equal the target's tokens, hence the output row is target_ids itself:
+    num_accepted drafts, then the target's token at the first mismatch, then padding.
+    """
+    matches = candidates[:, 1:] == target_ids[:, :-1]  # [n, D-1]
+    num_accepted = matches.cumprod(dim=1).sum(dim=1)  # [n]
+    anchor = target_ids.gather(1, num_accepted[:, None]).squeeze(1)  # [n]
+    return Acceptance(num_accepted, target_ids, anchor)
+
+
+def pivot_rows(num_accepted: torch.Tensor, width: int) -> torch.Tensor:
+    """Row of each request's pivot among the n * width verify rows: [n] int64.
+
+    The pivot is the last token whose K/V stays: the old anchor plus the accepted drafts, i.e.
+    row num_accepted of its request (dlite-facts 2.1).
+    """
+    first = torch.arange(num_accepted.shape[0], device=num_accepted.device) * width  # [n]
+    return first + num_accepted
+
+
+def next_token_group(
+    earlier: torch.Tensor, candidates: torch.Tensor, accepted: Acceptance, group_size: int
+) -> torch.Tensor:
+    """The G real tokens that end in the new anchor: [n, G] int64.
+
+    earlier [n, max(G-2, 0)] are the tokens before the old anchor, oldest first; candidates
+    [n, D]. The stream earlier | candidates[: num_accepted + 1] | anchor is what is verified.
+    """
+    if group_size == 1:
+        return accepted.anchor[:, None]
+    stream = torch.cat([earlier, candidates], dim=1)  # [n, G-2+D]
+    offsets = torch.arange(group_size - 1, device=stream.device)  # [G-1]
+    # candidates[num_accepted] stands at G-2 + num_accepted; the window of G-1 ends there.
+    window = stream.gather(1, accepted.num_accepted[:, None] + offsets)  # [n, G-1]
+    return torch.cat([window, accepted.anchor[:, None]], dim=1)

@@ -1,0 +1,105 @@
+"""DLITE as an entry of SGLang's registry of speculative algorithms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_dlite.speculative.drafter_files import read_drafter_config
+from sglang_dlite.speculative.server_args import apply_defaults, check_server_args, drafter_path
+
+NAME = "DLITE"
+
+
+class DLiteAlgorithm(CustomSpecAlgo):
+    """Answers the scheduler's questions about DLITE.
+
+    Every `is_*` predicate of another algorithm stays False: upstream branches on identity, and
+    the branch for 'none of these' is the right one everywhere (internals note, c.2).
+    """
+
+    # -- required by the scheduler, absent from the base class (internals note, c.1) -------------
+
+    def create_future_map(
+        self,
+        device: torch.device,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> Any:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(
+            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    # -- capabilities ---------------------------------------------------------------------------
+
+    def has_draft_kv(self) -> bool:
+        return False
+
+    def supports_mixed_chunk(self) -> bool:
+        return True
+
+    def supports_prefill_shared_read_done(self) -> bool:
+        # The drafter reads pivot states and tokens, nothing that the scheduler also writes.
+        return True
+
+    # -- start-up -------------------------------------------------------------------------------
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Fill and pin the speculative fields (after upstream's own defaults)."""
+        apply_defaults(server_args)
+
+    def create_worker(self, server_args: Any) -> type:
+        return self.factory(server_args)
+
+
+def validate(server_args: Any) -> None:
+    """Start-up refusals; called by upstream before `handle_server_args`."""
+    from sglang_dlite.speculative.hooks import require_hooks
+
+    require_hooks()
+    check_server_args(server_args)
+
+
+def resolve_width(server_args: Any, previous: Any) -> None:
+    """Resolution step: D defaults to the drafter's block size, early enough for every reader.
+
+    Memory, CUDA-graph and batch-size defaults read D long before `handle_server_args` runs.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    if (view.speculative_algorithm or "").upper() == NAME:
+        config = read_drafter_config(
+            drafter_path(view), getattr(view, "speculative_draft_model_revision", None)
+        )
+        if view.speculative_num_draft_tokens is None:
+            declare_resolution(server_args, "dlite", speculative_num_draft_tokens=config.block_size)
+    previous(server_args)
+
+
+def register() -> None:
+    """Add DLITE to SGLang's registry; harmless when called twice in a process."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    if get_spec(NAME) is not None:
+        return
+
+    @SpeculativeAlgorithm.register(
+        NAME, supports_overlap=True, validate_server_args=validate, spec_class=DLiteAlgorithm
+    )
+    def worker(server_args: Any) -> type:
+        from sglang_dlite.speculative.worker import DLiteWorker
+
+        return DLiteWorker

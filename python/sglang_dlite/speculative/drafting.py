@@ -1,0 +1,88 @@
+"""Builds the drafter for a target and checks that the two belong together."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from sglang_dlite.drafter import DLiteConfig, DraftBlock, load_drafter
+from sglang_dlite.speculative.drafter_files import drafter_directory
+
+FACTORY_VARIABLE = "DLITE_DRAFTER_FACTORY"
+
+Embedding = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Drafter(Protocol):
+    """What the worker needs of a drafter; `DLiteDrafter` is one."""
+
+    config: DLiteConfig
+
+    def draft(
+        self, pivot_states: torch.Tensor, token_group: torch.Tensor, embed: Embedding
+    ) -> DraftBlock:
+        """pivot_states [n, S, h], token_group [n, G] int64 -> token_ids [n, K] int64."""
+        ...
+
+
+def build_drafter(path: str, revision: str | None, device: str, dtype: torch.dtype) -> Drafter:
+    """The drafter at `path`, or the one that DLITE_DRAFTER_FACTORY makes.
+
+    The variable names `module:function`; the function is called with (path, device, dtype) in
+    the scheduler process and returns a Drafter. It is the seam for a drafter of one's own, and
+    for the oracle of the tests. The config.json at `path` is read either way.
+
+    Raises:
+        ValueError: the variable names nothing that can be imported; the checkpoint is unfit.
+    """
+    directory = drafter_directory(path, revision)
+    spec = os.environ.get(FACTORY_VARIABLE)
+    if not spec:
+        return load_drafter(directory, device=device, dtype=dtype)
+    try:
+        factory = pkgutil.resolve_name(spec)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{FACTORY_VARIABLE} = {spec!r} cannot be imported ({error}); allowed is "
+            "module:function, importable by the server. Unset it to load the checkpoint."
+        ) from error
+    return factory(str(directory), device, dtype)
+
+
+def check_pair(config: DLiteConfig, target: Any, embedding_rows: int) -> None:
+    """Refuse a drafter that was made for another target.
+
+    target is the text config of the served model (HF names); embedding_rows is the size of its
+    embedding table.
+
+    Raises:
+        ValueError: names the field and both values.
+    """
+    for field, ours, theirs in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("num_target_layers", config.num_target_layers, target.num_hidden_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"--speculative-draft-model-path: the drafter's {field} is {ours}, the target has "
+                f"{theirs}. Use a drafter that was trained for this target."
+            )
+    # A table may be padded to a multiple of 64 or 128; the drafter may be made for either size.
+    if not target.vocab_size <= config.vocab_size <= embedding_rows and (
+        config.vocab_size != target.vocab_size
+    ):
+        raise ValueError(
+            f"--speculative-draft-model-path: the drafter's vocab_size is {config.vocab_size}, the "
+            f"target has {target.vocab_size} tokens ({embedding_rows} embedding rows). Use a "
+            "drafter that was trained for this target."
+        )
+    if config.mask_token_id >= embedding_rows:
+        raise ValueError(
+            f"--speculative-draft-model-path: the drafter's mask_token_id is "
+            f"{config.mask_token_id}, the target's embedding table has {embedding_rows} rows. Use "
+            "a drafter that was trained for this target."
+        )

@@ -1,0 +1,190 @@
+"""The one table of upstream functions that DLITE changes, and the proof that they took.
+
+Everything else joins SGLang through its extension points. SGLang only logs a hook that failed, so
+`problems()` compares the installed functions with ours, and start-up refuses to go on without
+them (`require_hooks`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sglang_dlite.platforms import has_accelerator
+from sglang_dlite.platforms import hooks as cpu
+from sglang_dlite.speculative import cuda_graph, request_validation
+
+
+class Hook(NamedTuple):
+    """One changed upstream function."""
+
+    target: str
+    kind: str  # a name of upstream's HookType
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+    """The upstream signature that the hook was written for."""
+    cpu_only: bool
+    reason: str
+
+
+def wider_rows(original: Callable[[], int]) -> int:
+    """AROUND `get_req_to_token_extra_context_len`: head-room for two verify widths per row.
+
+    The scheduler reserves 2 D slots beyond the committed length, but upstream sizes a row for
+    4 + D at page size 1: for D > 8 the reserve runs past the row near the context's end
+    (internals note, a.9).
+    """
+    from sglang.srt.mem_cache.allocation_sizing import (
+        get_alloc_page_size,
+        get_alloc_reserve_per_decode,
+    )
+    from sglang.srt.runtime_context import get_spec
+
+    extra = original()
+    if (get_spec().speculative_algorithm or "").upper() != "DLITE":
+        return extra
+    return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls",
+        "AROUND",
+        cuda_graph.decode_graph_runner_class,
+        ("self",),
+        False,
+        "H1: decode graphs must be captured with a verify input of width D",
+    ),
+    Hook(
+        "sglang.srt.speculative.spec_info.create_dummy_verify_input",
+        "AROUND",
+        cuda_graph.dummy_verify_input,
+        ("spec_algorithm", "custom_mask", "num_tokens_per_req", "is_draft_worker"),
+        False,
+        "H2: warm-up and autotuning need the same verify input",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        "AROUND",
+        wider_rows,
+        (),
+        False,
+        "H4: rows too short for the decode reserve when D > 8 and page size is 1",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.validate_dllm_request",
+        "AROUND",
+        request_validation.check_request,
+        ("self", "req"),
+        False,
+        "request options that DLITE does not serve are refused with a 400",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        "AROUND",
+        cpu.write_reserved_slots,
+        (
+            "req_pool_indices",
+            "req_to_token",
+            "start_offset",
+            "end_offset",
+            "out_cache_loc",
+            "batch_size",
+        ),
+        True,
+        "H6: the writer of reserved slots is a Triton kernel",
+    ),
+    *(
+        Hook(
+            f"sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.{name}",
+            "AFTER",
+            cpu.repack_after_update,
+            parameters,
+            True,
+            "packed weights do not follow a weight update by themselves",
+        )
+        for name, parameters in (
+            (
+                "update_weights_from_disk",
+                (
+                    "self",
+                    "model_path",
+                    "load_format",
+                    "weight_name_filter",
+                    "recapture_cuda_graph",
+                ),
+            ),
+            ("load_weights_from_distributed", ("self", "named_tensors")),
+            ("update_weights_from_tensor", ("self", "named_tensors", "load_format")),
+            ("update_weights_from_ipc", ("self", "recv_req")),
+        )
+    ),
+)
+
+RESOLUTION_STEP = "handle_missing_default_values"
+
+
+def active_hooks() -> tuple[Hook, ...]:
+    """The hooks that this machine needs."""
+    return tuple(hook for hook in HOOKS if not hook.cpu_only or not has_accelerator())
+
+
+def install() -> None:
+    """Register every active hook; SGLang applies them after all plugins have run."""
+    from sglang.srt.arg_groups.resolution_hooks import _HOOKS, register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_dlite.speculative.algorithm import resolve_width
+
+    for hook in active_hooks():
+        registered = [entry[1] for entry in HookRegistry._hooks.get(hook.target, ())]
+        if hook.function not in registered:
+            HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+    for step in (resolve_width, cpu.default_device):
+        if step not in _HOOKS.get(RESOLUTION_STEP, ()):
+            register_resolution_hook(RESOLUTION_STEP)(step)
+
+
+def problems() -> list[str]:
+    """What is wrong with the installed hooks; empty when all took."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    found = []
+    for hook in active_hooks():
+        try:
+            installed = pkgutil.resolve_name(hook.target)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{hook.target}: not in the installed sglang ({error})")
+            continue
+        original = inspect.unwrap(installed)
+        parameters = tuple(inspect.signature(original).parameters)
+        if parameters != hook.parameters:
+            found.append(
+                f"{hook.target}: takes {parameters} in the installed sglang, the hook was written "
+                f"for {hook.parameters}"
+            )
+        elif hook.target not in HookRegistry._patched or original is installed:
+            found.append(f"{hook.target}: registered but not applied ({hook.reason})")
+    return found
+
+
+def require_hooks() -> None:
+    """Stop start-up when a hook did not take.
+
+    Raises:
+        RuntimeError: lists the hooks, and both sglang versions.
+    """
+    found = problems()
+    if found:
+        from importlib.metadata import version
+
+        from sglang_dlite import SGLANG_VERSION
+
+        raise RuntimeError(
+            f"sglang-dlite is made for sglang {SGLANG_VERSION} and found {version('sglang')}; "
+            "these hooks are not in place:\n  "
+            + "\n  ".join(found)
+            + f"\nInstall sglang=={SGLANG_VERSION}, then run `sglang-dlite check`."
+        )

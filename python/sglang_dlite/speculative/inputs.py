@@ -1,0 +1,79 @@
+"""What DLITE hands to the scheduler between steps, and to the target for a verify pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+
+@dataclass
+class DLiteDraftInput(SpecInput):
+    """State carried from step to step, per request; n requests.
+
+    `bonus_tokens` [n] int64 is the anchor (upstream's name), and `hidden_states` [n, K + E]
+    int64 (the one slot that upstream's FutureMap relays as it is) holds the K drafted ids and
+    the E = max(G-2, 0) tokens before the anchor's predecessor that a token group of G needs.
+    Under overlap only `future_indices` is filtered and merged; the tensors come from the relay.
+    """
+
+    bonus_tokens: torch.Tensor
+    hidden_states: torch.Tensor
+    future_indices: torch.Tensor | None = None
+    # Read by upstream's relay for every algorithm; DLITE has no tree and no draft probabilities.
+    topk_p: torch.Tensor | None = None
+    topk_index: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(spec_input_type=SpecInputType.DFLASH_DRAFT)
+
+    def filter_batch(
+        self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None
+    ) -> None:
+        """Keep the requests `new_indices` [m]."""
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+            return
+        self.bonus_tokens = self.bonus_tokens[new_indices]
+        self.hidden_states = self.hidden_states[new_indices]
+
+    def merge_batch(self, other: DLiteDraftInput) -> None:
+        """Append another batch's requests."""
+        if self.future_indices is not None:
+            assert other.future_indices is not None
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+            return
+        self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+        self.hidden_states = torch.cat([self.hidden_states, other.hidden_states])
+
+
+@dataclass
+class DLiteVerifyInput(DFlashVerifyInput):
+    """A linear verify pass of D rows per request.
+
+    Upstream's attention backends treat a DFLASH verify as 'causal, D rows per request'; that is
+    exactly DLITE's, and a plugin has no type of its own (internals note, a.4).
+    """
+
+    # intel_amx reads these names (internals note, g.1).
+    tree_topk: int = 1
+
+    @property
+    def max_tree_depth(self) -> int:
+        return int(self.draft_token_num)
+
+
+def capture_verify_input(width: int, custom_mask: torch.Tensor | None = None) -> DLiteVerifyInput:
+    """A verify input without tokens: what graph capture and warm-up need (hooks H1 and H2)."""
+    empty: Any = None
+    return DLiteVerifyInput(
+        draft_token=empty,
+        positions=empty,
+        draft_token_num=width,
+        custom_mask=custom_mask,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+    )

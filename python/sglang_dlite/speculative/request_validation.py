@@ -1,0 +1,48 @@
+"""Request options that DLITE does not serve yet: refused with a 400, never approximated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def request_error(req: Any) -> str | None:
+    """Why `req` (upstream's Req) is refused, or None.
+
+    Names the option, the value, what is allowed and what to do.
+    """
+    params = req.sampling_params
+    refused: list[tuple[str, Any, bool, str]] = [
+        ("frequency_penalty", params.frequency_penalty, params.frequency_penalty != 0.0, "0"),
+        ("presence_penalty", params.presence_penalty, params.presence_penalty != 0.0, "0"),
+        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty != 1.0, "1"),
+        ("min_new_tokens", params.min_new_tokens, params.min_new_tokens > 0, "0"),
+        ("custom_logit_processor", "...", bool(req.custom_logit_processor), "none"),
+        (
+            "return_hidden_states",
+            True,
+            req.return_hidden_states_mode.need_capture(),
+            "false",
+        ),
+        ("lora_path", req.lora_id, req.lora_id is not None, "none"),
+    ]
+    refused += [
+        (name, "...", getattr(params, name, None) is not None, "none")
+        for name in ("json_schema", "regex", "ebnf", "structural_tag")
+    ]
+    for name, value, is_refused, allowed in refused:
+        if is_refused:
+            return (
+                f"{name} = {value!r} is not supported with --speculative-algorithm DLITE in this "
+                f"version; allowed is {allowed}. Leave it out, or serve the model without "
+                "speculation."
+            )
+    return None
+
+
+def check_request(original: Callable[..., str | None], scheduler: Any, req: Any) -> str | None:
+    """AROUND `Scheduler.validate_dllm_request`: the one place whose answer becomes a 400."""
+    error = original(scheduler, req)
+    if error is None and getattr(scheduler.spec_algorithm, "name", None) == "DLITE":
+        error = request_error(req)
+    return error

@@ -1,0 +1,186 @@
+"""The DLITE worker: target forward, acceptance, then the next draft, in one call per step.
+
+It orchestrates and owns no mathematics: acceptance.py has the rules, drafter/ the model,
+pivot_capture.py the states. There is no draft ModelRunner, KV pool, attention backend or draft
+extend: the drafter runs at the end of a prefill or verify call, after the new lengths are
+published, so that the scheduler's work overlaps it (DESIGN.md, 'One decode round').
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sglang_dlite.speculative.acceptance import match_drafts, next_token_group, pivot_rows
+from sglang_dlite.speculative.drafting import build_drafter, check_pair
+from sglang_dlite.speculative.inputs import DLiteDraftInput, DLiteVerifyInput
+from sglang_dlite.speculative.pivot_capture import PivotCapture, split_states
+from sglang_dlite.speculative.target_tokens import broadcast_from_rank0, target_tokens
+from sglang_dlite.speculative.token_groups import prefill_token_group
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[[torch.Tensor], None]
+
+
+class DLiteWorker(BaseSpecWorker):
+    """Drives the target and the drafter for the scheduler (upstream's spec-V2 contract)."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        self._target_worker = target_worker
+        super().__init__()
+        runner = target_worker.model_runner
+        self.device = runner.device
+        options = get_spec()  # the resolved record; server_args holds what the user typed
+        self.width: int = options.speculative_num_draft_tokens
+        self.embed = runner.model.get_input_embeddings()
+        # Loaded here, before memory is profiled: its bytes are then not given to the KV pool.
+        self.drafter = build_drafter(
+            options.speculative_draft_model_path,
+            options.speculative_draft_model_revision,
+            self.device,
+            runner.dtype,
+        )
+        self.config = self.drafter.config
+        check_pair(self.config, runner.model_config.hf_text_config, self.embed.weight.shape[0])
+        self.capture = PivotCapture(runner.model, self.config.target_layer_ids)
+        self.num_drafts = self.width - 1
+        self._offsets = torch.arange(self.width, device=self.device)
+        logger.info(
+            "DLITE: verify width %d, %d pivot states, no draft KV.",
+            self.width,
+            self.config.num_pivot_states,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # What the scheduler asks of a worker and we do not define is the target's.
+        if name == "_target_worker":
+            raise AttributeError(name)
+        return getattr(self._target_worker, name)
+
+    @property
+    def draft_worker(self) -> None:
+        """There is none: BaseSpecWorker's defaults then need no draft pool or graph."""
+        return None
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: Any,
+        on_publish: Publish | None = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """One scheduler step: an extend (prompt or chunk, possibly mixed) or a verify pass."""
+        del grammar_barrier, pp_proxy_tensors
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._extend(batch, on_publish)
+        return self._verify(batch, on_publish)
+
+    def _extend(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+        result = self._target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.LAST
+        )
+        anchor = broadcast_from_rank0(result.next_token_ids)  # [n]
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        group = prefill_token_group(batch, anchor, self.config.anchor_group_size)
+        states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+        result.next_draft_input = self._draft(states, group)
+        return result
+
+    def _verify(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+        carried = batch.spec_info.hidden_states  # [n, K + E]
+        drafts, earlier = carried[:, : self.num_drafts], carried[:, self.num_drafts :]
+        candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
+        prefix_lens = batch.seq_lens  # [n], without the anchor
+        forward_batch = self._verify_batch(batch, candidates)
+        target = self._target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True
+        )
+        logits_output = target.logits_output
+        target_ids = target_tokens(
+            self._target_worker.model_runner.sampler, batch, logits_output, forward_batch.positions
+        )  # [n, D]
+        accepted = match_drafts(candidates, target_ids)
+        accept_lens = (accepted.num_accepted + 1).to(torch.int32)  # [n]
+        new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, self.width)]
+        logits_output.hidden_states = None
+        group = next_token_group(earlier, candidates, accepted, self.config.anchor_group_size)
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=accepted.output_ids.reshape(-1),
+            accept_lens=accept_lens,
+            new_seq_lens=new_seq_lens,
+            next_draft_input=self._draft(states, group),
+            speculative_num_draft_tokens=self.width,
+            can_run_cuda_graph=target.can_run_cuda_graph,
+            routed_experts_output=target.routed_experts_output,
+            indexer_topk_output=target.indexer_topk_output,
+            extra_keep_alive_refs=[forward_batch],
+        )
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _verify_batch(self, batch: Any, candidates: torch.Tensor) -> ForwardBatch:
+        """The TARGET_VERIFY batch: D rows per request behind its committed prefix."""
+        runner = self._target_worker.model_runner
+        if batch.seq_lens.is_cuda:
+            batch.seq_lens.record_stream(torch.cuda.current_stream())
+        positions = batch.seq_lens.to(torch.int64)[:, None] + self._offsets  # [n, D]
+        # The scheduler has reserved 2 D slots per request; rejected rows are overwritten later.
+        batch.out_cache_loc = (
+            runner.req_to_token_pool.req_to_token[
+                batch.req_pool_indices.to(torch.int64)[:, None], positions
+            ]
+            .reshape(-1)
+            .to(torch.int64)
+        )  # [n * D]
+        verify_input = DLiteVerifyInput(
+            draft_token=candidates.reshape(-1),
+            positions=positions.reshape(-1),
+            draft_token_num=self.width,
+        )
+        prefix_lens = batch.seq_lens
+        prefix_lens_cpu, prefix_lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
+        if prefix_lens_cpu is not None:
+            # Host-planned backends (FlashInfer) want the length after the verify rows.
+            batch.seq_lens_cpu = prefix_lens_cpu + self.width
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        forward_batch, _ = verify_input.prepare_for_verify(
+            batch, self._target_worker, defer_metadata_init=self.device == "cpu"
+        )
+        batch.seq_lens_cpu, batch.seq_lens_sum = prefix_lens_cpu, prefix_lens_sum
+        if self.device == "cpu":
+            # torch_native plans from the extend fields, which init_new leaves out for a verify.
+            forward_batch.extend_prefix_lens = prefix_lens
+            forward_batch.extend_seq_lens = torch.full_like(prefix_lens, self.width)
+            forward_batch.seq_lens = prefix_lens + self.width
+        else:
+            forward_batch.apply_deprecated_skip_attn_backend_init(True)
+        return forward_batch
+
+    def _draft(self, states: torch.Tensor, group: torch.Tensor) -> DLiteDraftInput:
+        """states [n, S * h] and group [n, G] -> the next step's input."""
+        with torch.inference_mode():
+            block = self.drafter.draft(
+                split_states(states, self.config.num_pivot_states), group, self.embed
+            )
+        drafts = block.token_ids[:, : self.num_drafts]  # [n, K], a shorter D verifies a prefix
+        earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
+        return DLiteDraftInput(
+            bonus_tokens=group[:, -1].contiguous(),
+            hidden_states=torch.cat([drafts, earlier], dim=1),
+        )

@@ -1,0 +1,69 @@
+"""Request options that DLITE does not serve: each refusal names option, value and remedy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_dlite.speculative.request_validation import check_request, request_error
+
+
+def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
+    """What `request_error` reads of upstream's Req."""
+    capture = bool(fields.pop("return_hidden_states", False))
+    plain = {"custom_logit_processor": None, "lora_id": None}
+    return SimpleNamespace(
+        sampling_params=SamplingParams(**(params or {})),
+        return_hidden_states_mode=SimpleNamespace(need_capture=lambda: capture),
+        **(plain | fields),
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1},
+        {"max_new_tokens": 1, "stop": ["x"], "stop_token_ids": [1], "ignore_eos": True},
+        {"logit_bias": {"1": 2.0}},
+        {"n": 2},
+    ],
+)
+def test_served_options(params: dict[str, Any]) -> None:
+    assert request_error(request(params)) is None
+
+
+@pytest.mark.parametrize(
+    "params,fields,value",
+    [
+        ({"frequency_penalty": 0.5}, {}, "0.5"),
+        ({"presence_penalty": -0.5}, {}, "-0.5"),
+        ({"repetition_penalty": 1.1}, {}, "1.1"),
+        ({"min_new_tokens": 3, "max_new_tokens": 9}, {}, "3"),
+        ({"json_schema": "{}"}, {}, "..."),
+        ({"regex": "a+"}, {}, "..."),
+        ({"ebnf": "root ::= 'a'"}, {}, "..."),
+        ({"structural_tag": "{}"}, {}, "..."),
+        ({}, {"custom_logit_processor": "p"}, "..."),
+        ({}, {"return_hidden_states": True}, "True"),
+        ({}, {"lora_id": "adapter"}, "adapter"),
+    ],
+)
+def test_refused_options(params: dict[str, Any], fields: dict[str, Any], value: str) -> None:
+    error = request_error(request(params, **fields))
+    option = next(iter(params), None) or next(iter(fields)).replace("lora_id", "lora_path")
+    assert error is not None
+    assert option in error and value in error
+    assert "allowed is" in error and "without speculation" in error
+
+
+def test_upstreams_answer_comes_first_and_other_algorithms_are_left_alone() -> None:
+    refused = request({"frequency_penalty": 0.5})
+    dlite = SimpleNamespace(spec_algorithm=SimpleNamespace(name="DLITE"))
+    other = SimpleNamespace(spec_algorithm=SimpleNamespace(name="EAGLE"))
+    assert check_request(lambda scheduler, req: "no", dlite, refused) == "no"
+    assert check_request(lambda scheduler, req: None, other, refused) is None
+    error = check_request(lambda scheduler, req: None, dlite, refused)
+    assert error is not None and "frequency_penalty" in error

@@ -18,9 +18,11 @@ from typing import IO
 import httpx
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
 LOG_TAIL_LINES = 15
+# A line of SGLang's log, its time stamp apart.
+LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d [^]]*\] (.*)")
 # The last line of a Python traceback.
 ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")
 
@@ -192,8 +194,10 @@ class ServerProcess:
         return [line for line in lines if line.strip()]
 
     def _last_log_line(self) -> str:
-        lines = self._log_lines()
-        return lines[-1] if lines else ""
+        # SGLang's own lines begin with a time stamp; what is between them is warnings of imports.
+        stamped = (LOG_LINE.match(line) for line in reversed(self._log_lines()))
+        found = next(filter(None, stamped), None)
+        return found[1] if found else ""
 
     def _log_tail(self) -> str:
         lines = self._log_lines()

@@ -16,7 +16,8 @@ from sglang_dlite.server_process import ServerError, ServerProcess, launch_comma
 FAKE = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("child", child.pid, flush=True)
+print("child", child.pid)
+print("[2026-01-02 03:04:05 TP0] loading\\n  warnings.warn(", flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     status = 503  # as SGLang while it warms up
     def do_GET(self):
@@ -61,13 +62,13 @@ def test_the_arms_differ_only_in_the_speculation() -> None:
 
 
 def test_ready_then_stopped_with_its_children(tmp_path: Path) -> None:
-    seen: list[float] = []
+    seen: list[str] = []
     with _fake(tmp_path, FAKE) as server:
-        server.wait_ready(20, lambda seconds, line: seen.append(seconds))
+        server.wait_ready(20, lambda seconds, line: seen.append(line))
         assert server.log_path is not None
         child = int(server.log_path.read_text().split()[1])
         assert _alive(child)
-    assert seen  # progress was reported
+    assert seen[-1] == "loading"  # the newest line of the log proper
     deadline = time.monotonic() + 5
     while _alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)

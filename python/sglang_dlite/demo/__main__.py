@@ -73,9 +73,10 @@ def run_demo(args: argparse.Namespace, console: Console) -> Report:
             )
             for arm in (DLITE, PLAIN)
         }
+        for server in servers.values():
+            stack.enter_context(server)
         clients = {}
         for arm, server in servers.items():
-            stack.enter_context(server)
             wait_ready(server, f"the {arm} server", console)
             clients[arm] = ChatClient(server.base_url)
             stack.callback(clients[arm].close)

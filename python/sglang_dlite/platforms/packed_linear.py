@@ -6,6 +6,7 @@ layer keeps the re-ordered copy and calls oneDNN's linear on it (internals note,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,15 @@ _PACKED = "_dlite_packed_weight"
 
 def _pack(layer: torch.nn.Module) -> None:
     """Keep a re-ordered copy of `layer.weight` [out, in] beside it."""
-    weight = layer.weight.data
-    setattr(layer, _PACKED, torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn()))
+    setattr(layer, _PACKED, torch.ops.mkldnn._reorder_linear_weight(layer.weight.data))
+
+
+def _linear(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in] -> [..., out] on the packed weight, or on the plain one where there is none."""
+    packed = getattr(layer, _PACKED, None)
+    if packed is None or x.shape[:-1].numel() == 0:
+        return F.linear(x, layer.weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
@@ -37,10 +45,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [..., in] -> [..., out], in the weight's dtype."""
-        packed = getattr(layer, _PACKED, None)
-        if packed is None or x.shape[:-1].numel() == 0:
-            return F.linear(x, layer.weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return _linear(layer, x, bias)
 
 
 class PackedEmbeddingMethod(PackedLinearMethod):
@@ -76,3 +81,15 @@ def pack_linear_weights(model: torch.nn.Module) -> int:
             _pack(module)
             count += 1
     return count
+
+
+def pack_drafter(drafter: torch.nn.Module) -> None:
+    """The same for the `nn.Linear` layers of a drafter whose weights are bf16 and frozen."""
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight.dtype == torch.bfloat16:
+            _pack(module)
+            module.forward = partial(_drafter_linear, module)
+
+
+def _drafter_linear(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return _linear(layer, x, layer.bias)

@@ -42,7 +42,12 @@ def build_drafter(path: str, revision: str | None, device: str, dtype: torch.dty
     directory = drafter_directory(path, revision)
     spec = os.environ.get(FACTORY_VARIABLE)
     if not spec:
-        return load_drafter(directory, device=device, dtype=dtype)
+        drafter = load_drafter(directory, device=device, dtype=dtype)
+        if device == "cpu":
+            from sglang_dlite.platforms.packed_linear import pack_drafter
+
+            pack_drafter(drafter)
+        return drafter
     try:
         factory = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:

@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.speculative.drafter_files import read_drafter_config
+from sglang_dlite.speculative.drafting import check_pair
+from sglang_dlite.speculative.pivot_capture import require_supported_target
 
 
 class Refusal(NamedTuple):
@@ -32,12 +35,9 @@ def _disaggregation(args: Any) -> Any:
     return mode if mode not in (None, "null") else None
 
 
-def _hidden_states(args: Any) -> Any:
-    # `last` is what DLITE sets by itself (prefill CUDA graphs); requests are refused one by one.
-    if getattr(args, "return_hidden_states_mode", None) == "full":
-        return "full"
-    given = getattr(args, "_raw_input", None) or {}
-    return given.get("enable_return_hidden_states") or None
+def _given(field: str) -> Callable[[Any], Any]:
+    # What the user typed: DLITE and upstream set these fields by themselves.
+    return lambda args: (getattr(args, "_raw_input", None) or {}).get(field) or None
 
 
 def _torch_compile_on_cpu(args: Any) -> Any:
@@ -55,8 +55,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--pp-size", _above_one("pp_size"), "a stage sees only its own layers", "use --pp-size 1"
     ),
     Refusal(
-        "--enable-dp-attention",
-        _truthy("enable_dp_attention"),
+        # Upstream has turned `--dp-size N --enable-dp-attention` into this one by now.
+        "--attn-dp-size (--enable-dp-attention)",
+        _above_one("attn_dp_size"),
         "idle ranks are not handled",
         "drop the option, or serve without speculation",
     ),
@@ -80,7 +81,19 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--enable-return-hidden-states",
-        _hidden_states,
+        _given("enable_return_hidden_states"),
+        "the hidden-state slot carries the pivot states",
+        "drop the option, or serve without speculation",
+    ),
+    Refusal(
+        "--return-hidden-states-mode",
+        _given("return_hidden_states_mode"),
+        "the hidden-state slot carries the pivot states",
+        "drop the option, or serve without speculation",
+    ),
+    Refusal(
+        "--enable-return-aux-hidden-states",
+        _given("enable_return_aux_hidden_states"),
         "the hidden-state slot carries the pivot states",
         "drop the option, or serve without speculation",
     ),
@@ -162,6 +175,18 @@ def check_server_args(args: Any) -> None:
             f"{config.anchor_group_size}: allowed are 1 and 2, since a mixed batch does not hold "
             "the older tokens. Drop --enable-mixed-chunk."
         )
+
+
+def _check_target(args: Any, drafter: DLiteConfig) -> None:
+    """Refuse a target before its weights are read; the worker checks again what it has loaded."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    target = get_config(
+        args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision
+    )
+    architectures = getattr(target, "architectures", None) or ["unknown"]
+    require_supported_target(architectures[0])
+    check_pair(drafter, target)
 
 
 def apply_defaults(args: Any) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 
 VOCAB_SIZE = 384
+NUM_PRINTABLE = 94  # ids 0..93 are the characters '!' to '~'
+MAX_POSITIONS = 1024
+EOS_ID = VOCAB_SIZE - 1
 NUM_LAYERS = 6
 HIDDEN_SIZE = 64
 
@@ -17,7 +20,7 @@ _SHAPE = {
     "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": MAX_POSITIONS,
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": VOCAB_SIZE - 1,
@@ -43,7 +46,11 @@ def target_config(kind: str, **changes: object) -> object:
 
 
 def make_target(path: Path, kind: str = "llama", seed: int = 0, **changes: object) -> Path:
-    """A random fp32 target whose greedy text varies; returns `path`."""
+    """A random fp32 target whose greedy text varies; returns `path`.
+
+    It speaks printable ASCII and, now and then, its end-of-text token: every output is valid text
+    of one character per token, so that stop strings and streamed text can be checked exactly.
+    """
     import transformers
 
     torch.manual_seed(seed)
@@ -54,6 +61,8 @@ def make_target(path: Path, kind: str = "llama", seed: int = 0, **changes: objec
             if parameter.dim() == 2:
                 # Large enough that attention and MLPs matter, so that text depends on history.
                 parameter.normal_(0.0, 1.0 if "embed" in name else 0.25)
+        if not config.tie_word_embeddings:
+            model.lm_head.weight[NUM_PRINTABLE : VOCAB_SIZE - 1] = 0.0
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path

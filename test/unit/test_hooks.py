@@ -1,4 +1,4 @@
-"""The table of changed upstream functions fits the installed sglang, and is proven to have taken."""
+"""The table of changed upstream functions fits the installed sglang, and it took."""
 
 from __future__ import annotations
 

@@ -1,0 +1,220 @@
+"""One server, started as users start it: HTTP, streaming, reports, refusals, sampling."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny_models
+from engines import environment
+from oracle_engine import oracle_environment
+from references import References
+from sglang_dlite.server_process import ServerProcess
+from workloads import Request
+
+pytestmark = pytest.mark.server
+
+OPTIONS = [
+    *("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "16"),
+    *("--random-seed", "0", "--decode-log-interval", "1", "--enable-metrics"),
+]
+
+
+class Client:
+    """Requests to a running server; `set_pattern` tells the oracle what to play."""
+
+    def __init__(self, base_url: str, folder: Path) -> None:
+        self.http = httpx.Client(base_url=base_url, timeout=120.0, trust_env=False)
+        self.folder = folder
+
+    def set_pattern(self, pattern: str) -> None:
+        (self.folder / "pattern").write_text(pattern)
+
+    def generate(self, request: Request) -> dict[str, Any]:
+        body = {"input_ids": list(request.prompt), "sampling_params": request.sampling_params}
+        reply = self.http.post("/generate", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def flush(self) -> None:
+        assert self.http.post("/flush_cache").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def client(references: References, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("http")
+    drafter = tiny_models.make_drafter(folder / "drafter")
+    server = ServerProcess(
+        references.target, drafter, log_path=folder / "server.log", extra_args=OPTIONS
+    )
+    with environment(**oracle_environment(references.table, folder)), server:
+        server.wait_ready()
+        yield Client(server.base_url, folder)
+
+
+def test_sixteen_clients(client: Client, references: References) -> None:
+    client.flush()
+    client.set_pattern("mixed")
+    requests = references.requests["mixed"]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(client.generate, requests))
+    assert [answer["output_ids"] for answer in answers] == references.expected("mixed")
+
+
+def events(client: Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The data of a streamed reply's events."""
+    found = []
+    with client.http.stream("POST", path, json=body) as reply:
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                found.append(json.loads(line.removeprefix("data: ")))
+    return found
+
+
+@pytest.mark.parametrize("pattern", ["right", "cycle"])
+def test_streamed_text_is_the_whole_text(
+    client: Client, references: References, pattern: str
+) -> None:
+    """A block arrives as one piece or several; none is lost, doubled or cut at a stop."""
+    client.set_pattern(pattern)
+    chosen = list(zip(references.requests["stops"], references.answers["stops"], strict=True))[::5]
+
+    def stream(pair: tuple[Request, dict[str, Any]]) -> None:
+        request, expected = pair
+        body = {"input_ids": list(request.prompt), "sampling_params": request.sampling_params}
+        pieces = events(client, "/generate", {**body, "stream": True})
+        assert len(pieces) > 1 or len(expected["output_ids"]) <= 8
+        assert pieces[-1]["text"] == expected["text"]
+        for earlier, later in pairwise(pieces):
+            assert later["text"].startswith(earlier["text"])
+        options = {k: v for k, v in request.sampling_params.items() if k != "max_new_tokens"}
+        completion = {
+            "model": "default",
+            "prompt": list(request.prompt),
+            "max_tokens": request.max_new_tokens,
+            **options,
+        }
+        deltas = events(client, "/v1/completions", {**completion, "stream": True})
+        text = "".join(piece["choices"][0]["text"] for piece in deltas if piece["choices"])
+        assert text == expected["text"]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(stream, chosen))
+
+
+def test_chat_turns_find_their_history_in_the_cache(client: Client) -> None:
+    client.flush()
+    messages = [{"role": "user", "content": "list the files"}]
+    for turn in range(3):
+        body = {"model": "default", "messages": messages, "max_tokens": 12, "temperature": 0}
+        reply = client.http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        cached = (reply.json()["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        assert (cached > 0) == (turn > 0)
+        answer = reply.json()["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": answer}]
+        messages += [{"role": "user", "content": "and then?"}]
+
+
+def metric(client: Client, name: str) -> float:
+    text = client.http.get("/metrics").text
+    found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    assert found, f"no {name} in /metrics"
+    return float(found[1])
+
+
+def server_info(client: Client) -> dict[str, Any]:
+    return client.http.get("/server_info").json()["internal_states"][0]
+
+
+def test_every_report_of_the_acceptance_length_agrees(
+    client: Client, references: References
+) -> None:
+    """tau = 1 + correct drafts / verify passes. 5 passes that keep all 7 drafts: 41 tokens."""
+    client.flush()  # resets the server's totals as well
+    client.set_pattern("right")
+    request = references.requests["lengths"][0]
+    meta = client.generate(Request(request.prompt, request.sequence, 41))["meta_info"]
+    assert meta["spec_verify_ct"] == 5
+    assert meta["spec_num_correct_drafts"] == 35
+    assert meta["spec_accept_rate"] == 1.0
+    assert meta["spec_correct_drafts_histogram"] == [0, 0, 0, 0, 0, 0, 0, 5]
+    assert 1 + meta["spec_num_correct_drafts"] / meta["spec_verify_ct"] == 8.0
+    # Upstream counts the prefill's token here as well (41 / 5).
+    assert meta["spec_accept_length"] == pytest.approx(41 / 5)
+    assert server_info(client)["avg_spec_accept_length"] == 8.0
+    assert metric(client, "sglang:spec_accept_length") == 8.0
+    client.set_pattern("wrong")
+    meta = client.generate(Request(request.prompt, request.sequence, 11))["meta_info"]
+    assert (meta["spec_verify_ct"], meta["spec_num_correct_drafts"]) == (10, 0)
+    assert server_info(client)["avg_spec_accept_length"] == pytest.approx(1 + 35 / 15)
+    assert metric(client, "sglang:spec_accept_length") == 1.0
+
+
+PLAIN = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})
+CHAT = {"model": "default", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    "option,value",
+    [
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", 0.25),
+        ("repetition_penalty", 1.5),
+        ("min_new_tokens", 2),
+        ("json_schema", SCHEMA),
+        ("regex", "a+"),
+        ("ebnf", 'root ::= "a"'),
+    ],
+)
+def test_unsupported_options_get_a_400_that_says_what_to_do(
+    client: Client, option: str, value: object
+) -> None:
+    params = {**PLAIN["sampling_params"], option: value}
+    reply = client.http.post("/generate", json={**PLAIN, "sampling_params": params})
+    assert reply.status_code == 400, reply.text
+    assert option in reply.text and "DLITE" in reply.text
+    assert "allowed is" in reply.text and "without speculation" in reply.text
+    assert client.http.post("/generate", json=PLAIN).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path,body",
+    [
+        ("/generate", {**PLAIN, "return_hidden_states": True}),
+        ("/generate", {**PLAIN, "custom_logit_processor": "x"}),
+        ("/generate", {**PLAIN, "lora_path": "adapter"}),
+        ("/v1/chat/completions", {**CHAT, "frequency_penalty": 1.0}),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}),
+        ("/generate", {"input_ids": [1, 2], "sampling_params": {"temperature": -1}}),
+        ("/generate", {"input_ids": [1, 2], "sampling_params": {"top_p": 2.0}}),
+        ("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": -5}}),
+        ("/generate", {"input_ids": [1, 2], "sampling_params": {"no_such_option": 1}}),
+        ("/generate", {"input_ids": [1] * 5000}),
+        ("/generate", {"input_ids": [10**6], "sampling_params": {"max_new_tokens": 2}}),
+        ("/generate", {"sampling_params": {}}),
+        ("/v1/chat/completions", {"model": "default", "messages": "not a list"}),
+    ],
+)
+def test_bad_requests_leave_the_server_serving(
+    client: Client, path: str, body: dict[str, Any]
+) -> None:
+    reply = client.http.post(path, json=body)
+    assert 400 <= reply.status_code < 500, reply.text
+    assert len(reply.text) > 20  # says why
+    assert client.http.post("/generate", json=PLAIN).status_code == 200
+
+
+def test_a_body_that_is_not_json(client: Client) -> None:
+    reply = client.http.post("/generate", content=b"{", headers={"content-type": "text/json"})
+    assert 400 <= reply.status_code < 500
+    assert client.http.post("/generate", json=PLAIN).status_code == 200

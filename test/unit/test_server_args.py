@@ -1,0 +1,184 @@
+"""Start-up options through SGLang's own argument resolution: defaults and refusals, no server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models
+from sglang_dlite.drafter import DLiteConfig
+from sglang_dlite.speculative.drafter_files import read_drafter_config
+from sglang_dlite.speculative.drafting import build_drafter, check_pair
+
+Resolve = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_drafter(tmp_path_factory.mktemp("drafters") / "drafter")
+
+
+@pytest.fixture
+def resolve(target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> Resolve:
+    """resolve(*options) -> the resolved arguments of a DLITE server on the CPU platform."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    # Resolution writes variables for the processes it would start.
+    for name, value in dict(os.environ).items():
+        monkeypatch.setenv(name, value)
+    read_drafter_config.cache_clear()
+
+    def call(*options: str, path: Path | None = drafter) -> Any:
+        arguments = ["--model-path", str(target), "--speculative-algorithm", "DLITE"]
+        if path is not None:
+            arguments += ["--speculative-draft-model-path", str(path)]
+        args = prepare_server_args([*arguments, "--dtype", "float32", *options])
+        args.resolve_once()
+        return SimpleNamespace(**args.resolved_dict())
+
+    return call
+
+
+def test_defaults(resolve: Resolve) -> None:
+    args = resolve()
+    assert args.speculative_num_draft_tokens == 8  # the drafter's block size
+    assert args.speculative_num_steps == args.speculative_eagle_topk == 1
+
+
+def test_the_name_is_case_insensitive_and_a_width_is_kept(resolve: Resolve) -> None:
+    args = resolve("--speculative-algorithm", "dlite", "--speculative-num-draft-tokens", "3")
+    assert args.speculative_num_draft_tokens == 3
+
+
+@pytest.mark.parametrize("width", ["1", "0", "9", "64"])
+def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
+    with pytest.raises(ValueError) as error:
+        resolve("--speculative-num-draft-tokens", width)
+    message = str(error.value)
+    assert f"--speculative-num-draft-tokens = {width}" in message
+    assert "2..8" in message and "Leave it out" in message
+
+
+@pytest.mark.parametrize(
+    "options,value",
+    [
+        (("--pp-size", "2"), "2"),
+        (("--attn-dp-size", "2", "--tp-size", "2"), "2"),
+        (("--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "2"),
+        (("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"), "True"),
+        (("--disaggregation-mode", "prefill"), "'prefill'"),
+        (("--enable-return-hidden-states",), "True"),
+        (("--return-hidden-states-mode", "last"), "'last'"),
+        (("--enable-return-aux-hidden-states",), "True"),
+        (("--speculative-adaptive",), "True"),
+        (("--speculative-use-rejection-sampling",), "True"),
+        (("--speculative-token-map", "map.pt"), "'map.pt'"),
+        (("--enable-torch-compile",), "True"),
+    ],
+)
+def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str) -> None:
+    with pytest.raises(ValueError) as error:
+        resolve(*options)
+    message = str(error.value)
+    assert options[0] in message and f" = {value} is not supported" in message
+    assert "DLITE" in message and "What to do: " in message
+
+
+def test_a_refused_variable(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    with pytest.raises(ValueError, match=r"SGLANG_ENABLE_METADATA_GLUE_GRAPH.*unset"):
+        resolve()
+
+
+def test_mixed_chunks_need_a_small_token_group(resolve: Resolve, tmp_path: Path) -> None:
+    wide = tiny_models.make_drafter(tmp_path / "g3", anchor_group_size=3)
+    with pytest.raises(ValueError, match=r"--enable-mixed-chunk.*anchor_group_size = 3.*1 and 2"):
+        resolve("--enable-mixed-chunk", path=wide)
+
+
+def test_no_drafter(resolve: Resolve) -> None:
+    with pytest.raises(ValueError, match=r"needs --speculative-draft-model-path"):
+        resolve(path=None)
+
+
+def test_a_drafter_that_is_not_there(
+    resolve: Resolve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    missing = tmp_path / "no-such-drafter"
+    with pytest.raises(ValueError) as error:
+        resolve(path=missing)
+    assert str(missing) in str(error.value)
+    assert "--speculative-draft-model-path" in str(error.value)
+
+
+def test_a_target_in_the_drafters_place(resolve: Resolve, target: Path) -> None:
+    with pytest.raises(ValueError, match=r"dlite_config.*target model given by mistake"):
+        resolve(path=target)
+
+
+def test_a_drafter_of_another_architecture(resolve: Resolve, drafter: Path, tmp_path: Path) -> None:
+    config = json.loads((drafter / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Eagle3Model"]}))
+    with pytest.raises(ValueError, match=r"architectures.*Eagle3Model.*DLiteDraftModel"):
+        resolve(path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes,rows,field",
+    [
+        ({"hidden_size": 32}, 50, "hidden_size"),
+        ({"num_hidden_layers": 7}, 50, "num_target_layers"),
+        ({"vocab_size": 51}, 64, "vocab_size"),
+        ({"vocab_size": 40}, 49, "vocab_size"),
+    ],
+)
+def test_a_drafter_of_another_target(
+    make_drafter_config: Callable[..., DLiteConfig],
+    changes: dict[str, int],
+    rows: int,
+    field: str,
+) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 6, "vocab_size": 50} | changes
+    with pytest.raises(ValueError) as error:
+        check_pair(make_drafter_config(), SimpleNamespace(**shape), rows)
+    message = str(error.value)
+    assert field in message and "trained for this target" in message
+    assert str(next(iter(changes.values()))) in message
+
+
+@pytest.mark.parametrize("vocab_size,rows", [(50, 50), (50, 64), (48, 50), (48, 64)])
+def test_padded_vocabularies_are_allowed(
+    make_drafter_config: Callable[..., DLiteConfig], vocab_size: int, rows: int
+) -> None:
+    """The target's table is padded past its tokens, or the drafter's head is."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 6, "vocab_size": vocab_size}
+    check_pair(make_drafter_config(), SimpleNamespace(**shape), rows)
+
+
+def test_a_mask_token_without_an_embedding_row(
+    make_drafter_config: Callable[..., DLiteConfig],
+) -> None:
+    shape = SimpleNamespace(hidden_size=16, num_hidden_layers=6, vocab_size=50)
+    with pytest.raises(ValueError, match=r"mask_token_id is 49.*48 rows"):
+        check_pair(make_drafter_config(mask_token_id=49), shape, 48)
+
+
+def test_a_factory_that_cannot_be_imported(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("DLITE_DRAFTER_FACTORY", "no_such_module:make")
+    with pytest.raises(ValueError, match=r"DLITE_DRAFTER_FACTORY.*no_such_module.*module:function"):
+        build_drafter(str(drafter), None, "cpu", torch.float32)

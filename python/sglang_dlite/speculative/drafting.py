@@ -14,6 +14,8 @@ from sglang_dlite.speculative.drafter_files import drafter_directory
 
 FACTORY_VARIABLE = "DLITE_DRAFTER_FACTORY"
 
+_MAX_PADDING = 1024  # where the table's size is not known yet; the check is then repeated
+
 Embedding = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -58,11 +60,11 @@ def build_drafter(path: str, revision: str | None, device: str, dtype: torch.dty
     return factory(str(directory), device, dtype)
 
 
-def check_pair(config: DLiteConfig, target: Any, embedding_rows: int) -> None:
+def check_pair(config: DLiteConfig, target: Any, embedding_rows: int | None = None) -> None:
     """Refuse a drafter that was made for another target.
 
     target is the text config of the served model (HF names); embedding_rows is the size of its
-    embedding table.
+    embedding table, once that is known.
 
     Raises:
         ValueError: names the field and both values.
@@ -76,10 +78,10 @@ def check_pair(config: DLiteConfig, target: Any, embedding_rows: int) -> None:
                 f"--speculative-draft-model-path: the drafter's {field} is {ours}, the target has "
                 f"{theirs}. Use a drafter that was trained for this target."
             )
-    # A table may be padded to a multiple of 64 or 128; the drafter may be made for either size.
-    if not target.vocab_size <= config.vocab_size <= embedding_rows and (
-        config.vocab_size != target.vocab_size
-    ):
+    # SGLang pads a table to a multiple of 64; a drafter may be made for either size.
+    if embedding_rows is None:
+        embedding_rows = target.vocab_size + _MAX_PADDING
+    if not target.vocab_size <= config.vocab_size <= embedding_rows:
         raise ValueError(
             f"--speculative-draft-model-path: the drafter's vocab_size is {config.vocab_size}, the "
             f"target has {target.vocab_size} tokens ({embedding_rows} embedding rows). Use a "

@@ -35,6 +35,15 @@ class UnsupportedTargetError(ValueError):
     """The target's class has no tested pivot capture."""
 
 
+def require_supported_target(name: str) -> None:
+    """Refuse a target class by name; raises UnsupportedTargetError."""
+    if name not in SUPPORTED_TARGETS:
+        raise UnsupportedTargetError(
+            f"--speculative-algorithm DLITE: target class {name!r} is not supported; supported "
+            f"are {', '.join(SUPPORTED_TARGETS)}. Serve this model without speculation."
+        )
+
+
 class PivotCapture:
     """Installs the capture on a target model; one per target.
 
@@ -45,11 +54,7 @@ class PivotCapture:
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         name = type(model).__name__
-        if name not in SUPPORTED_TARGETS:
-            raise UnsupportedTargetError(
-                f"--speculative-algorithm DLITE: target class {name!r} is not supported; supported "
-                f"are {', '.join(SUPPORTED_TARGETS)}. Serve this model without speculation."
-            )
+        require_supported_target(name)
         layers = model.model.layers
         if "capture_output" not in inspect.signature(type(layers[0]).forward).parameters:
             raise UnsupportedTargetError(
@@ -70,7 +75,7 @@ class PivotCapture:
         model.logits_processor.register_forward_hook(self._publish)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        forward_batch = kwargs.get("forward_batch", args[2] if len(args) > 2 else None)
+        forward_batch: Any = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         mode = forward_batch.forward_mode
         self._states.clear()
         self._rows = None

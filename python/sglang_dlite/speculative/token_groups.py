@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.utils.common import async_h2d
 
 
 def prefill_token_group(batch: Any, anchor: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -17,11 +18,12 @@ def prefill_token_group(batch: Any, anchor: torch.Tensor, group_size: int) -> to
     if group_size == 1:
         return anchor[:, None]
     if group_size == 2:
-        last = torch.cumsum(torch.as_tensor(batch.extend_lens, device=anchor.device), 0) - 1  # [n]
+        lens = async_h2d(batch.extend_lens, dtype=torch.int64, device=anchor.device)
+        last = torch.cumsum(lens, dim=0) - 1  # [n]
         return torch.stack([batch.input_ids[last], anchor], dim=1)
     rows = []
     for req, prefix, extend in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         ids = (list(req.origin_input_ids) + list(req.output_ids))[: prefix + extend]
         rows.append([ids[max(len(ids) - back, 0)] for back in range(group_size - 1, 0, -1)])
-    older = torch.tensor(rows, dtype=torch.int64, device=anchor.device)  # [n, G-1]
+    older = async_h2d(rows, dtype=torch.int64, device=anchor.device)  # [n, G-1]
     return torch.cat([older, anchor[:, None]], dim=1)

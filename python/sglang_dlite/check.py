@@ -193,13 +193,21 @@ def check_device() -> Iterator[Result]:
 def check_drafter() -> Iterator[Result]:
     import torch
 
-    from sglang_dlite.assets import drafter_path
+    from sglang_dlite.assets import shipped_drafter_dir
     from sglang_dlite.drafter import load_drafter
 
-    path = drafter_path()
+    name = "shipped drafter"
+    path = shipped_drafter_dir()
+    if not (path / "model.safetensors").is_file():
+        yield fail(
+            name,
+            f"none in {path}",
+            f"{REINSTALL}; to make one yourself: sglang-dlite train smollm2_135m",
+        )
+        return
     drafter = load_drafter(path, torch.device("cpu"), torch.bfloat16)
     millions = sum(parameter.numel() for parameter in drafter.parameters()) / 1e6
-    yield ok("shipped drafter", f"{path}: {millions:.1f} M parameters")
+    yield ok(name, f"{path}: {millions:.1f} M parameters")
 
 
 def check_embedded_model() -> Iterator[Result]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -32,6 +33,17 @@ Progress = Callable[[float, str], None]
 
 class ServerError(RuntimeError):
     """The server could not be started, or it died; the message says why and shows its log."""
+
+
+# Loaded here, since little is allowed between fork and exec.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the child: have the kernel end the server if we are killed without a chance to do so."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:
@@ -125,6 +137,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT if log is not None else None,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         finally:
             if log is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -123,6 +125,24 @@ def test_a_group_that_ignores_sigterm_is_ended(
     server.stop()
     assert not _alive(pid)
     server.stop()  # a second time is harmless
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a service of the Linux kernel")
+def test_ended_when_we_are_killed(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; import os, sys; from sglang_dlite.server_process import *;"
+        "server = ServerProcess(Path('m'), log_path=Path(sys.argv[1]));"
+        "server.command = [sys.executable, '-c', 'import time; time.sleep(600)'];"
+        "server.start(); print(server._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "log")]
+    killed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    pid = int(killed.stdout)
+    deadline = time.monotonic() + 20
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(pid)
 
 
 def test_a_busy_port_is_refused() -> None:

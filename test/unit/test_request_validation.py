@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang_dlite.speculative.request_validation import check_request, request_error
+from sglang_dlite.speculative.request_validation import check_request, request_error, token_error
 
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
     """What `request_error` reads of upstream's Req."""
     capture = bool(fields.pop("return_hidden_states", False))
-    plain = {"custom_logit_processor": None, "lora_id": None}
+    plain = {"custom_logit_processor": None, "lora_id": None, "origin_input_ids": [1, 2]}
     return SimpleNamespace(
         sampling_params=SamplingParams(**(params or {})),
         return_hidden_states_mode=SimpleNamespace(need_capture=lambda: capture),
@@ -59,11 +59,29 @@ def test_refused_options(params: dict[str, Any], fields: dict[str, Any], value: 
     assert "allowed is" in error and "without speculation" in error
 
 
+@pytest.mark.parametrize("ids,bad", [([0, 50], 50), ([-1, 3], -1), ([10**6], 10**6)])
+def test_token_ids_outside_the_vocabulary(ids: list[int], bad: int) -> None:
+    """Such an id would end the scheduler, and every other request with it."""
+    error = token_error(ids, 50)
+    assert error is not None and f"input_ids holds {bad}" in error and "0..49" in error
+
+
+def test_token_ids_inside_the_vocabulary() -> None:
+    assert token_error([0, 49], 50) is None
+    assert token_error([], 50) is None
+
+
+def scheduler(algorithm: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        spec_algorithm=SimpleNamespace(name=algorithm), model_config=SimpleNamespace(vocab_size=50)
+    )
+
+
 def test_upstreams_answer_comes_first_and_other_algorithms_are_left_alone() -> None:
     refused = request({"frequency_penalty": 0.5})
-    dlite = SimpleNamespace(spec_algorithm=SimpleNamespace(name="DLITE"))
-    other = SimpleNamespace(spec_algorithm=SimpleNamespace(name="EAGLE"))
-    assert check_request(lambda scheduler, req: "no", dlite, refused) == "no"
-    assert check_request(lambda scheduler, req: None, other, refused) is None
-    error = check_request(lambda scheduler, req: None, dlite, refused)
-    assert error is not None and "frequency_penalty" in error
+    assert check_request(lambda scheduler, req: "no", scheduler("DLITE"), refused) == "no"
+    assert check_request(lambda scheduler, req: None, scheduler("EAGLE"), refused) is None
+    for bad, word in ((refused, "frequency_penalty"), (request(origin_input_ids=[60]), "60")):
+        error = check_request(lambda scheduler, req: None, scheduler("DLITE"), bad)
+        assert error is not None and word in error
+    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), request()) is None

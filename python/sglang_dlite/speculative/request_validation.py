@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -40,9 +40,25 @@ def request_error(req: Any) -> str | None:
     return None
 
 
+def token_error(token_ids: Sequence[int], vocab_size: int) -> str | None:
+    """Why a prompt given as token ids is refused, or None.
+
+    Upstream hands any id to the embedding table, where one beyond its end ends the scheduler.
+    """
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token < vocab_size:
+            return (
+                f"input_ids holds {token}; allowed are 0..{vocab_size - 1}, the model's "
+                "vocabulary. Tokenize the prompt with the model's own tokenizer."
+            )
+    return None
+
+
 def check_request(original: Callable[..., str | None], scheduler: Any, req: Any) -> str | None:
     """AROUND `Scheduler.validate_dllm_request`: the one place whose answer becomes a 400."""
     error = original(scheduler, req)
     if error is None and getattr(scheduler.spec_algorithm, "name", None) == "DLITE":
-        error = request_error(req)
+        error = request_error(req) or token_error(
+            req.origin_input_ids, scheduler.model_config.vocab_size
+        )
     return error

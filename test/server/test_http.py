@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -201,6 +203,7 @@ def test_unsupported_options_get_a_400_that_says_what_to_do(
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"no_such_option": 1}}),
         ("/generate", {"input_ids": [1] * 5000}),
         ("/generate", {"input_ids": [10**6], "sampling_params": {"max_new_tokens": 2}}),
+        ("/generate", {"input_ids": [1, -1], "sampling_params": {"max_new_tokens": 2}}),
         ("/generate", {"sampling_params": {}}),
         ("/v1/chat/completions", {"model": "default", "messages": "not a list"}),
     ],
@@ -218,3 +221,18 @@ def test_a_body_that_is_not_json(client: Client) -> None:
     reply = client.http.post("/generate", content=b"{", headers={"content-type": "text/json"})
     assert 400 <= reply.status_code < 500
     assert client.http.post("/generate", json=PLAIN).status_code == 200
+
+
+@pytest.mark.slow
+def test_bench_serving_prints_the_accept_length(client: Client, references: References) -> None:
+    """Random prompts, which the oracle does not know: the line is there, and says 1."""
+    client.flush()
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
+    command += ["--base-url", str(client.http.base_url), "--model", str(references.target)]
+    command += ["--dataset-name", "random-ids", "--num-prompts", "4", "--warmup-requests", "0"]
+    command += ["--random-input-len", "8", "--random-output-len", "8"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    line = re.search(r"^Accept length: +(\S+)", result.stdout, re.MULTILINE)
+    assert line, result.stdout[-3000:]
+    assert float(line[1]) == pytest.approx(server_info(client)["avg_spec_accept_length"], abs=0.01)

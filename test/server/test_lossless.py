@@ -67,6 +67,8 @@ CONFIGURATIONS = (
         server={"page_size": 16, "chunked_prefill_size": CHUNK},
         slow=True,
     ),
+    # Requests are thrown out of the running batch time and again, and prefilled anew.
+    Configuration("retracted", env={"SGLANG_TEST_RETRACT": "1"}, exact=False, slow=True),
 )
 
 

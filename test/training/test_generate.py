@@ -150,7 +150,7 @@ def test_shards_share_the_prompts(target: Path, tmp_path: Path) -> None:
 def test_evaluation_prompts_are_left_out(target: Path, tmp_path: Path) -> None:
     prompts = str(_prompt_file(tmp_path / "prompts.jsonl"))
     (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": ["HI, there!"]}) + "\n")
-    args = _args(target, tmp_path / "out", "--prompts", prompts, "--exclude")
+    args = _args(target, tmp_path / "out", "--prompts", prompts)
     args.exclude = [tmp_path / "eval.jsonl"]
     assert command.run(args) == 0
     assert not any(name.startswith("prompts/0#") for name in _by_id(tmp_path / "out"))
@@ -171,7 +171,7 @@ def test_bad_arguments_are_reported(target: Path, tmp_path: Path, capsys) -> Non
         (36, 7, (0, 1, 9, 17, 26, 34, 35)),
         (36, 12, (0, 1, 5, 8, 12, 16, 19, 23, 27, 30, 34, 35)),
         (30, 8, (0, 1, 6, 12, 17, 23, 28, 29)),
-        (4, 3, (0, 2, 3)),
+        (4, 3, (0, 1, 3)),
         (4, 2, (0, 3)),
     ],
 )

@@ -54,6 +54,7 @@ class OptimSection:
 @dataclass(frozen=True)
 class RunSection:
     folder: str = "work/run"
+    init_from: str | None = None  # a drafter to go on from, instead of a warm start
     export: str | None = None  # where the finished drafter goes; None: <folder>/drafter
     threads: int = 0  # 0 leaves torch's choice
     bf16: bool = True

@@ -38,9 +38,9 @@ def select_target_layers(num_layers: int, count: int) -> tuple[int, ...]:
         return (num_layers - 1,)
     inner = count - 2
     if inner == 1:
-        middle = [round(1 + (num_layers - 3) * 0.5)]
+        middle = [1 + round((num_layers - 3) * 0.5)]
     else:
-        middle = [round(1 + i * (num_layers - 3) / (inner - 1)) for i in range(inner)]
+        middle = [1 + round(i * (num_layers - 3) / (inner - 1)) for i in range(inner)]
     return (0, *middle, num_layers - 1)
 
 

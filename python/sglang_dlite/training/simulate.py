@@ -8,13 +8,16 @@ pass). Exact for greedy serving up to rounding, since a greedy reply does not de
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from sglang_dlite.drafter import DLiteDrafter
+from sglang_dlite.drafter import DLiteDrafter, load_drafter
 from sglang_dlite.training.anchors import AnchorSet, Reply
 from sglang_dlite.training.losses import draft_losses, expected_accept_length
 
@@ -97,3 +100,35 @@ def teacher_forced_length(
         )
         lengths.append(expected_accept_length(losses.tv.view(n, k), batch.labelled))
     return float(torch.cat(lengths).mean()) if lengths else float("nan")
+
+
+def simulate_folders(
+    drafter: DLiteDrafter, embed: torch.nn.Module, folders: Sequence[Path]
+) -> dict[str, float]:
+    """Simulated greedy tau over data sets of replies, per source and mean."""
+    config = drafter.config
+    anchors = AnchorSet(folders, config.anchor_group_size, config.num_drafts)
+    return simulated_tau(drafter, embed, anchors, anchors.replies)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m sglang_dlite.training.simulate DRAFTER FOLDER ...` prints tau as JSON."""
+    from transformers import AutoModelForCausalLM
+
+    from sglang_dlite.embedded_model import prepare_embedded_model
+
+    parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+", help="data sets made by `generate`")
+    parser.add_argument("--target", help="HF directory (default: the embedded model)")
+    args = parser.parse_args(argv)
+    target = AutoModelForCausalLM.from_pretrained(
+        args.target or prepare_embedded_model(), dtype=torch.bfloat16
+    )
+    drafter = load_drafter(args.drafter)
+    print(json.dumps(simulate_folders(drafter, target.get_input_embeddings(), args.folders)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

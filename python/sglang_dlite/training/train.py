@@ -46,10 +46,11 @@ def train(config: TrainConfig, dry_run: bool = False) -> Path:
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    from sglang_dlite.drafter import DLiteDrafter, save_drafter
+    from sglang_dlite.drafter import DLiteDrafter, load_drafter, save_drafter
     from sglang_dlite.embedded_model import prepare_embedded_model
     from sglang_dlite.training.anchors import AnchorSet, split
-    from sglang_dlite.training.trainer import Trainer, simulate_folders
+    from sglang_dlite.training.simulate import simulate_folders
+    from sglang_dlite.training.trainer import Trainer
     from sglang_dlite.training.warm_start import drafter_config, warm_start
 
     if config.run.threads:
@@ -71,7 +72,15 @@ def train(config: TrainConfig, dry_run: bool = False) -> Path:
         model.mask_token_id,
     )
     drafter = DLiteDrafter(shape)
-    if model.warm_start:
+    if config.run.init_from:
+        earlier = load_drafter(config.run.init_from, dtype=torch.float32)
+        if earlier.config != shape:
+            raise TrainConfigError(
+                f"run.init_from: {config.run.init_from} has another shape than the model section: "
+                f"{earlier.config} instead of {shape}"
+            )
+        drafter.load_state_dict(earlier.state_dict())
+    elif model.warm_start:
         training, _ = split(anchors.replies, config.data.held_out_percent)
         rows = anchors.rows_of(training)
         last = shape.target_layer_ids.index(shape.num_target_layers - 1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sglang_dlite.drafter import DLiteDrafter, save_drafter
-from sglang_dlite.training.anchors import AnchorBatch, AnchorSet, Reply, split
+from sglang_dlite.training.anchors import AnchorBatch, AnchorSet, split
 from sglang_dlite.training.config import TrainConfig, TrainConfigError
 from sglang_dlite.training.losses import draft_losses, sample_positions
 from sglang_dlite.training.simulate import simulated_tau, teacher_forced_length
@@ -272,13 +272,3 @@ def _spread(items: Any, count: int) -> Any:
         return items
     picked = np.linspace(0, len(items) - 1, count).round().astype(int)
     return items[picked] if isinstance(items, np.ndarray) else [items[i] for i in picked]
-
-
-def simulate_folders(
-    drafter: DLiteDrafter, embed: nn.Module, folders: list[Path]
-) -> dict[str, float]:
-    """Simulated greedy tau over data sets of replies (evaluation prompts), per source and mean."""
-    config = drafter.config
-    anchors = AnchorSet(folders, config.anchor_group_size, config.num_drafts)
-    replies: list[Reply] = anchors.replies
-    return simulated_tau(drafter, embed, anchors, replies)

@@ -86,6 +86,12 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--speculative-use-rejection-sampling",), "True"),
         (("--speculative-token-map", "map.pt"), "'map.pt'"),
         (("--enable-torch-compile",), "True"),
+        (("--enable-strict-thinking", "--reasoning-parser", "qwen3"), "True"),
+        (("--speculative-num-steps", "5"), "5"),
+        (("--speculative-eagle-topk", "4"), "4"),
+        (("--speculative-accept-threshold-acc", "0.5"), "0.5"),
+        (("--speculative-draft-window-size", "128"), "128"),
+        (("--cuda-graph-backend-prefill", "breakable"), "'breakable'"),
     ],
 )
 def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str) -> None:
@@ -94,6 +100,32 @@ def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str)
     message = str(error.value)
     assert options[0] in message and f" = {value} is not supported" in message
     assert "DLITE" in message and "What to do: " in message
+
+
+def test_prefill_graphs_are_off(resolve: Resolve) -> None:
+    """A replayed prefill would run without the hooks that capture the pivot states."""
+    assert resolve().disable_prefill_cuda_graph is True
+
+
+def test_an_unsupported_target_is_refused_before_it_is_read(
+    resolve: Resolve, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    config["architectures"] = ["PhiForCausalLM"]
+    monkeypatch.setattr(
+        "sglang.srt.utils.hf_transformers_utils.get_config",
+        lambda *args, **kwargs: SimpleNamespace(**config),
+    )
+    with pytest.raises(ValueError, match=r"'PhiForCausalLM' is not supported; supported are Llama"):
+        resolve()
+
+
+def test_a_drafter_of_another_depth_is_refused_before_the_target_is_read(
+    resolve: Resolve, tmp_path: Path
+) -> None:
+    deeper = tiny_models.make_drafter(tmp_path / "deeper", num_target_layers=9)
+    with pytest.raises(ValueError, match=r"num_target_layers is 9, the target has 6"):
+        resolve(path=deeper)
 
 
 def test_a_refused_variable(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:

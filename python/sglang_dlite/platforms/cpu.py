@@ -41,15 +41,16 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # -- configuration -------------------------------------------------------------------------
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Fill what the user left open; an explicit flag wins."""
+        """Fill what the user left open; an explicit flag wins.
+
+        The last two are plain switches that can only be typed on, so nothing typed is overridden.
+        """
         given = getattr(server_args, "_raw_input", None) or {}
         if given.get("attention_backend") is None:
             server_args.attention_backend = ATTENTION_BACKEND
-        server_args.sampling_backend = "pytorch"
         # A scheduler that polls while idle would burn one of the few cores that decoding needs.
         server_args.sleep_on_idle = True
-        # `disable_overlap_schedule` is a plain bool, so 'unset' and 'off' look alike: the switch
-        # is an environment variable (for tests; two streams on one CPU gain nothing).
+        # The way back is an environment variable, for tests: two streams on one CPU gain nothing.
         if os.environ.get(OVERLAP_SWITCH, "0") != "1":
             server_args.disable_overlap_schedule = True
 

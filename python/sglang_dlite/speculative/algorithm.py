@@ -71,20 +71,20 @@ def validate(server_args: Any) -> None:
     check_server_args(server_args)
 
 
-def resolve_width(server_args: Any, previous: Any) -> None:
-    """Resolution step: D defaults to the drafter's block size, early enough for every reader.
+def resolve_early(server_args: Any, previous: Any) -> None:
+    """Resolution step: what must be known before memory and CUDA graphs are sized.
 
-    Memory, CUDA-graph and batch-size defaults read D long before `handle_server_args` runs.
+    D defaults to the drafter's block size; `handle_server_args` would come too late for it.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
     if (view.speculative_algorithm or "").upper() == NAME:
-        config = read_drafter_config(
-            drafter_path(view), getattr(view, "speculative_draft_model_revision", None)
-        )
+        config = read_drafter_config(drafter_path(view), view.speculative_draft_model_revision)
         if view.speculative_num_draft_tokens is None:
             declare_resolution(server_args, "dlite", speculative_num_draft_tokens=config.block_size)
+        # A replayed prefill graph runs without the hooks of the pivot capture.
+        declare_resolution(server_args, "dlite", disable_prefill_cuda_graph=True)
     previous(server_args)
 
 

@@ -81,15 +81,15 @@ def check_pair(config: DLiteConfig, target: Any, embedding_rows: int | None = No
     # SGLang pads a table to a multiple of 64; a drafter may be made for either size.
     if embedding_rows is None:
         embedding_rows = target.vocab_size + _MAX_PADDING
-    if not target.vocab_size <= config.vocab_size <= embedding_rows:
-        raise ValueError(
-            f"--speculative-draft-model-path: the drafter's vocab_size is {config.vocab_size}, the "
-            f"target has {target.vocab_size} tokens ({embedding_rows} embedding rows). Use a "
-            "drafter that was trained for this target."
-        )
     if config.mask_token_id >= embedding_rows:
         raise ValueError(
             f"--speculative-draft-model-path: the drafter's mask_token_id is "
             f"{config.mask_token_id}, the target's embedding table has {embedding_rows} rows. Use "
             "a drafter that was trained for this target."
+        )
+    if not target.vocab_size <= config.vocab_size <= embedding_rows:
+        raise ValueError(
+            f"--speculative-draft-model-path: the drafter's vocab_size is {config.vocab_size}, the "
+            f"target has {target.vocab_size} tokens ({embedding_rows} embedding rows). Use a "
+            "drafter that was trained for this target."
         )

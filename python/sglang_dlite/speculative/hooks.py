@@ -136,13 +136,13 @@ def install() -> None:
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS, register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dlite.speculative.algorithm import resolve_width
+    from sglang_dlite.speculative.algorithm import resolve_early
 
     for hook in active_hooks():
         registered = [entry[1] for entry in HookRegistry._hooks.get(hook.target, ())]
         if hook.function not in registered:
             HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
-    for step in (resolve_width, cpu.default_device):
+    for step in (resolve_early, cpu.default_device):
         if step not in _HOOKS.get(RESOLUTION_STEP, ()):
             register_resolution_hook(RESOLUTION_STEP)(step)
 

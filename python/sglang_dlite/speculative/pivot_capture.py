@@ -103,9 +103,18 @@ class PivotCapture:
             self._keep(self.num_layers - 1, args[1])
 
     def _publish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """hidden_states of the output becomes [rows, S * h], in the order of layer_ids."""
-        if len(self._states) == len(self.layer_ids):
-            output.hidden_states = torch.cat([self._states[i] for i in self.layer_ids], dim=-1)
+        """hidden_states of the output becomes [rows, S * h], in the order of layer_ids.
+
+        Raises:
+            RuntimeError: a layer was not captured (the model ran without its modules' hooks).
+        """
+        missing = [i for i in self.layer_ids if i not in self._states]
+        if missing:
+            raise RuntimeError(
+                f"pivot capture: target layers {missing} of {list(self.layer_ids)} did not run "
+                "through their hooks; DLITE cannot serve this execution mode."
+            )
+        output.hidden_states = torch.cat([self._states[i] for i in self.layer_ids], dim=-1)
         self._states.clear()
 
 

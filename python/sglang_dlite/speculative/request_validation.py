@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+# Options that a server adds to requests by itself: upstream reads them from generation_config.json.
+_SERVER_DEFAULTED = ("repetition_penalty",)
+_SERVER_DEFAULT = (
+    " If the request did not set it, it is a default of the model's generation_config.json or of "
+    "--preferred-sampling-params: start the server with --sampling-defaults openai, without the "
+    "latter."
+)
+
 
 def request_error(req: Any) -> str | None:
     """Why `req` (upstream's Req) is refused, or None.
@@ -35,7 +43,7 @@ def request_error(req: Any) -> str | None:
             return (
                 f"{name} = {value!r} is not supported with --speculative-algorithm DLITE in this "
                 f"version; allowed is {allowed}. Leave it out, or serve the model without "
-                "speculation."
+                f"speculation.{_SERVER_DEFAULT if name in _SERVER_DEFAULTED else ''}"
             )
     return None
 

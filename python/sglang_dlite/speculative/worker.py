@@ -49,7 +49,9 @@ class DLiteWorker(BaseSpecWorker):
             runner.dtype,
         )
         self.config = self.drafter.config
-        check_pair(self.config, runner.model_config.hf_text_config, self.embed.weight.shape[0])
+        # Sharded under tensor parallelism: the whole table's size is the padded one.
+        rows = getattr(self.embed, "num_embeddings_padded", self.embed.weight.shape[0])
+        check_pair(self.config, runner.model_config.hf_text_config, rows)
         self.capture = PivotCapture(runner.model, self.config.target_layer_ids)
         self.num_drafts = self.width - 1
         self._offsets = torch.arange(self.width, device=self.device)
@@ -89,7 +91,8 @@ class DLiteWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.LAST
         )
-        anchor = broadcast_from_rank0(result.next_token_ids)  # [n]
+        # int64: upstream's sampler returns int32 unless it took an argmax.
+        anchor = broadcast_from_rank0(result.next_token_ids).to(torch.int64)  # [n]
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -178,7 +181,9 @@ class DLiteWorker(BaseSpecWorker):
             block = self.drafter.draft(
                 split_states(states, self.config.num_pivot_states), group, self.embed
             )
-        drafts = block.token_ids[:, : self.num_drafts]  # [n, K], a shorter D verifies a prefix
+        # One set of drafts for all ranks: acceptance compares against it. A shorter D verifies a
+        # prefix of the block.
+        drafts = broadcast_from_rank0(block.token_ids)[:, : self.num_drafts]  # [n, K]
         earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
         return DLiteDraftInput(
             bonus_tokens=group[:, -1].contiguous(),

@@ -1,0 +1,204 @@
+"""The server options that DLITE refuses by name: one table, each with its reason and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Refusal(NamedTuple):
+    """An option that DLITE does not serve: refused at start-up, never ignored."""
+
+    option: str
+    value: Callable[[Any], Any]
+    """The offending value, or None where the option is fine."""
+    reason: str
+    remedy: str
+
+
+def _above_one(field: str) -> Callable[[Any], Any]:
+    return lambda args: getattr(args, field) if (getattr(args, field, None) or 1) > 1 else None
+
+
+def _truthy(field: str) -> Callable[[Any], Any]:
+    return lambda args: getattr(args, field, None) or None
+
+
+def _given(field: str, *harmless: Any) -> Callable[[Any], Any]:
+    """What the user typed (DLITE and upstream set some fields themselves), but for `harmless`."""
+
+    def value(args: Any) -> Any:
+        typed = (getattr(args, "_raw_input", None) or {}).get(field)
+        return None if typed in (None, False, *harmless) else typed
+
+    return value
+
+
+def _disaggregation(args: Any) -> Any:
+    mode = getattr(args, "disaggregation_mode", "null")
+    return mode if mode not in (None, "null") else None
+
+
+def _device(args: Any) -> Any:
+    from sglang.srt.platforms import current_platform
+
+    if args.device == "cpu":
+        return None if current_platform.is_out_of_tree() else "cpu"
+    return None if args.device == "cuda" else args.device
+
+
+def _metadata_glue_graph(args: Any) -> Any:
+    from sglang.srt.environ import envs
+
+    return envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get() or None
+
+
+def _simulated_acceptance(args: Any) -> Any:
+    from sglang.srt.environ import envs
+
+    length = envs.SGLANG_SIMULATE_ACC_LEN.get()
+    return length if length > 0 else None
+
+
+NO_SPECULATION = "drop the option, or serve without speculation"
+DROP = "drop the option"
+
+REFUSALS: tuple[Refusal, ...] = (
+    # -- deployment -----------------------------------------------------------------------------
+    Refusal(
+        "--device",
+        _device,
+        "DLITE runs on cuda, and on cpu where no accelerator exists",
+        "leave --device out; to use the CPU of a GPU machine, hide the GPU "
+        "(CUDA_VISIBLE_DEVICES='')",
+    ),
+    Refusal(
+        "--pp-size", _above_one("pp_size"), "a stage sees only its own layers", "use --pp-size 1"
+    ),
+    Refusal(
+        # Upstream has turned `--dp-size N --enable-dp-attention` into this one by now.
+        "--attn-dp-size (--enable-dp-attention)",
+        _above_one("attn_dp_size"),
+        "idle ranks are not handled",
+        NO_SPECULATION,
+    ),
+    Refusal(
+        "--attn-cp-size",
+        _above_one("attn_cp_size"),
+        "a rank does not hold every request's last row",
+        "use --attn-cp-size 1",
+    ),
+    Refusal(
+        "--enable-prefill-cp",
+        _truthy("enable_prefill_cp"),
+        "a rank does not hold every request's last row",
+        DROP,
+    ),
+    Refusal("--enable-pdmux", _truthy("enable_pdmux"), "a split prefill has no pivot states", DROP),
+    Refusal(
+        "--disaggregation-mode",
+        _disaggregation,
+        "the pivot states do not travel with the K/V",
+        "use one server for prefill and decode (--disaggregation-mode null)",
+    ),
+    Refusal(
+        "--enable-lora",
+        _truthy("enable_lora"),
+        "a drafter is trained for the base weights",
+        NO_SPECULATION,
+    ),
+    Refusal(
+        "--lora-paths",
+        _truthy("lora_paths"),
+        "a drafter is trained for the base weights",
+        NO_SPECULATION,
+    ),
+    # -- what a request would get ---------------------------------------------------------------
+    Refusal(
+        "--enable-return-hidden-states",
+        _given("enable_return_hidden_states"),
+        "the hidden-state slot carries the pivot states",
+        NO_SPECULATION,
+    ),
+    Refusal(
+        "--return-hidden-states-mode",
+        _given("return_hidden_states_mode"),
+        "the hidden-state slot carries the pivot states",
+        NO_SPECULATION,
+    ),
+    Refusal(
+        "--enable-return-aux-hidden-states",
+        _given("enable_return_aux_hidden_states"),
+        "the hidden-state slot carries the pivot states",
+        NO_SPECULATION,
+    ),
+    Refusal(
+        "--enable-strict-thinking",
+        _truthy("enable_strict_thinking"),
+        "it constrains output by a grammar, which this version does not apply to verify rows",
+        NO_SPECULATION,
+    ),
+    # -- graphs ---------------------------------------------------------------------------------
+    Refusal(
+        "--enable-torch-compile",
+        _truthy("enable_torch_compile"),
+        "pivot states are captured by module hooks",
+        DROP,
+    ),
+    Refusal(
+        "--cuda-graph-backend-prefill",
+        _given("cuda_graph_backend_prefill", "disabled"),
+        "a replayed prefill runs without the hooks that capture the pivot states",
+        "drop the option; decode graphs are used",
+    ),
+    Refusal(
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        _metadata_glue_graph,
+        "its frozen plans would be stale at the next verify pass",
+        "unset the variable",
+    ),
+    # -- speculation ----------------------------------------------------------------------------
+    Refusal(
+        "--speculative-num-steps",
+        _given("speculative_num_steps", 1),
+        "a block is one step",
+        "drop the option and choose --speculative-num-draft-tokens",
+    ),
+    Refusal(
+        "--speculative-eagle-topk",
+        _given("speculative_eagle_topk", 1),
+        "a block is one chain, not a tree",
+        DROP,
+    ),
+    Refusal(
+        "--speculative-adaptive",
+        _given("speculative_adaptive"),
+        "the width is fixed in this version",
+        "drop the option and choose --speculative-num-draft-tokens",
+    ),
+    Refusal(
+        "--speculative-use-rejection-sampling",
+        _given("speculative_use_rejection_sampling"),
+        "drafts are greedy in this version and are verified by sample-and-match",
+        "drop the option; the output law is the target's either way",
+    ),
+    *(
+        Refusal(f"--{field.replace('_', '-')}", _given(field, 1.0), reason, DROP)
+        for field, reason in (
+            ("speculative_accept_threshold_single", "acceptance is exact"),
+            ("speculative_accept_threshold_acc", "acceptance is exact"),
+            ("speculative_token_map", "the drafter has its own head"),
+            ("speculative_draft_attention_backend", "the drafter has no attention backend"),
+            ("speculative_draft_kv_cache_dtype", "the drafter has no KV cache"),
+            ("speculative_draft_window_size", "the drafter has no KV cache"),
+            ("speculative_draft_load_format", "the drafter is read from safetensors"),
+            ("speculative_draft_model_quantization", "the drafter is not quantized"),
+        )
+    ),
+    Refusal(
+        "SGLANG_SIMULATE_ACC_LEN",
+        _simulated_acceptance,
+        "simulated acceptance would break the output",
+        "unset the variable",
+    ),
+)

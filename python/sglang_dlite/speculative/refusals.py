@@ -127,12 +127,6 @@ REFUSALS: tuple[Refusal, ...] = (
         NO_SPECULATION,
     ),
     Refusal(
-        "--enable-return-aux-hidden-states",
-        _given("enable_return_aux_hidden_states"),
-        "the hidden-state slot carries the pivot states",
-        NO_SPECULATION,
-    ),
-    Refusal(
         "--enable-strict-thinking",
         _truthy("enable_strict_thinking"),
         "it constrains output by a grammar, which this version does not apply to verify rows",

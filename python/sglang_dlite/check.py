@@ -18,6 +18,8 @@ from enum import Enum
 from importlib import metadata
 from typing import NamedTuple
 
+from sglang_dlite import ALGORITHM
+
 DIST = "sglang-dlite"
 PLUGINS_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "dlite"
 PLATFORMS_GROUP, PLATFORM_NAME = "sglang.srt.platforms", "dlite_cpu"
@@ -148,7 +150,7 @@ def check_plugin() -> Iterator[Result]:
     load_plugins()
     name = "algorithm DLITE"
     try:
-        algorithm = SpeculativeAlgorithm.from_string("DLITE")
+        algorithm = SpeculativeAlgorithm.from_string(ALGORITHM)
         yield ok(name, f"registered as {type(algorithm).__name__}")
     except ValueError as error:
         yield fail(

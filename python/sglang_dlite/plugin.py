@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from importlib.metadata import version
 
-from sglang_dlite import SGLANG_VERSION
+from sglang_dlite import ALGORITHM, SGLANG_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ def verify() -> list[str]:
     from sglang.srt.speculative.spec_registry import get_spec
 
     from sglang_dlite.speculative import hooks
-    from sglang_dlite.speculative.algorithm import NAME
 
-    missing = [] if get_spec(NAME) is not None else [f"{NAME} is not in SGLang's registry"]
+    missing = (
+        [] if get_spec(ALGORITHM) is not None else [f"{ALGORITHM} is not in SGLang's registry"]
+    )
     return missing + hooks.problems()

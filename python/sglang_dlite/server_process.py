@@ -18,6 +18,8 @@ from typing import IO
 
 import httpx
 
+from sglang_dlite import ALGORITHM
+
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
@@ -73,7 +75,7 @@ def launch_command(
     """The command line of a server; without a drafter it is the same one, without speculation."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
     if drafter_path is not None:
-        command += ["--speculative-algorithm", "DLITE"]
+        command += ["--speculative-algorithm", ALGORITHM]
         command += ["--speculative-draft-model-path", str(drafter_path)]
     command += ["--host", HOST, "--port", str(port)]
     # Cached tokens are reported in a reply's usage only on request.

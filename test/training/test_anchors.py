@@ -1,4 +1,4 @@
-"""Anchors, labels and masks against loops written from the definition (facts 2.1, 4.4)."""
+"""Anchors, labels and masks against loops written from the definition."""
 
 from __future__ import annotations
 

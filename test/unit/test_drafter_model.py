@@ -29,7 +29,7 @@ def test_golden_vectors(golden: Path) -> None:
     assert torch.equal(block.token_ids, vectors["draft_tokens"])
 
 
-# --- A reference per request, position and head, from notes/dlite-facts.md 2.1 to 2.5, in fp64 ---
+# --- A reference per request, position and head, written from the equations, in fp64 ---
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,6 @@
 """The history-free backbone: pivot states and local tokens in, one hidden vector per draft out.
 
-Equations: DLite's release, as written down in `notes/dlite-facts.md`, sections 2.1 to 2.4 and 10.3.
+Equations: DLite's release, `dlite/modeling/{dlite,qwen3}.py` (arXiv 2610.23787).
 """
 
 from __future__ import annotations

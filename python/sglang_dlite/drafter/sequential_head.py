@@ -1,6 +1,6 @@
 """The gated low-rank recurrence that turns the backbone's K parallel vectors into a causal block.
 
-Equations: DLite's release, as written down in `notes/dlite-facts.md`, section 2.5. With e_k the
+Equations: DLite's release, `dlite/modeling/sequential_head.py` (arXiv 2610.23787). With e_k the
 embedding of the previous token and h_k the prediction hidden of draft k = 1..K:
 
     gate, candidate = split(W_state [s_{k-1} ; e_k] + b_state)

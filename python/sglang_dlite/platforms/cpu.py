@@ -1,4 +1,4 @@
-"""The CPU platform: defaults, KV pool, packed linear weights, attention (internals note, g.3).
+"""The CPU platform: defaults, KV pool, packed linear weights, attention.
 
 SGLang resolves the platform while its own utilities are being imported, so that this module may
 import nothing of sglang beyond the platform interface; the parts are imported when asked for.
@@ -16,6 +16,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_dlite import ALGORITHM
 from sglang_dlite.platforms.threads import set_thread_environment
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.disable_overlap_schedule = True
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm.upper() == "DLITE"
+        return algorithm.upper() == ALGORITHM
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False

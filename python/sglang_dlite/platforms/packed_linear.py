@@ -1,7 +1,7 @@
 """Linear layers whose weight is packed once for oneDNN.
 
 `F.linear` in bf16 re-orders the weight into oneDNN's blocked layout at every call. Here each
-layer keeps the re-ordered copy and calls oneDNN's linear on it (internals note, g.3).
+layer keeps the re-ordered copy and calls oneDNN's linear on it.
 """
 
 from __future__ import annotations

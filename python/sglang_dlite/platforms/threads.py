@@ -14,10 +14,9 @@ def set_thread_environment() -> None:
     """Set OMP_* defaults for the processes that SGLang spawns; explicit values win.
 
     Idle OpenMP threads that spin take whole cores from the tokenizer and the detokenizer, and
-    every parallel region then waits for a descheduled thread: 2 spinning threads on 2 cores were
-    measured at 1-5 tok/s where 1 thread gives 11-14 (internals note, g.3). So threads wait
-    passively, and one core is left to the other processes. The variables are read when libgomp
-    loads, which in a spawned process is after this parent has set them.
+    every parallel region then waits for a descheduled thread. So threads wait passively, and one
+    core is left to the other processes. The variables are read when libgomp loads, which in a
+    spawned process is after this parent has set them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

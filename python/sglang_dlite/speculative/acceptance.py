@@ -22,7 +22,7 @@ def match_drafts(candidates: torch.Tensor, target_ids: torch.Tensor) -> Acceptan
     at each verify row (argmax, or a sample under the request's parameters). Row j has read
     candidates[:, : j + 1], so its token is the target's continuation of exactly that prefix; it
     counts only while the prefix was kept. Each output token is therefore a fresh choice of the
-    target given the output before it: exact for any deterministic draft (dlite-facts section 7).
+    target given the output before it: exact for any deterministic draft.
 
     The accepted drafts equal the target's tokens, hence the output row is target_ids itself:
     num_accepted drafts, then the target's token at the first mismatch, then padding.
@@ -37,7 +37,7 @@ def pivot_rows(num_accepted: torch.Tensor, width: int) -> torch.Tensor:
     """Row of each request's pivot among the n * width verify rows: [n] int64.
 
     The pivot is the last token whose K/V stays: the old anchor plus the accepted drafts, i.e.
-    row num_accepted of its request (dlite-facts 2.1).
+    row num_accepted of its request (DLite release, `spec_generate`).
     """
     first = torch.arange(num_accepted.shape[0], device=num_accepted.device) * width  # [n]
     return first + num_accepted

@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang_dlite import ALGORITHM
 from sglang_dlite.speculative.drafter_files import read_drafter_config
 from sglang_dlite.speculative.server_args import apply_defaults, check_server_args, drafter_path
-
-NAME = "DLITE"
 
 
 class DLiteAlgorithm(CustomSpecAlgo):
     """Answers the scheduler's questions about DLITE.
 
     Every `is_*` predicate of another algorithm stays False: upstream branches on identity, and
-    the branch for 'none of these' is the right one everywhere (internals note, c.2).
+    the branch for 'none of these' is the right one everywhere.
     """
 
-    # -- required by the scheduler, absent from the base class (internals note, c.1) -------------
+    # -- required by the scheduler, absent from the base class -------------------------------------
 
     def create_future_map(
         self,
@@ -79,7 +78,7 @@ def resolve_early(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
-    if (view.speculative_algorithm or "").upper() == NAME:
+    if (view.speculative_algorithm or "").upper() == ALGORITHM:
         config = read_drafter_config(drafter_path(view), view.speculative_draft_model_revision)
         if view.speculative_num_draft_tokens is None:
             declare_resolution(server_args, "dlite", speculative_num_draft_tokens=config.block_size)
@@ -93,11 +92,11 @@ def register() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    if get_spec(NAME) is not None:
+    if get_spec(ALGORITHM) is not None:
         return
 
     @SpeculativeAlgorithm.register(
-        NAME, supports_overlap=True, validate_server_args=validate, spec_class=DLiteAlgorithm
+        ALGORITHM, supports_overlap=True, validate_server_args=validate, spec_class=DLiteAlgorithm
     )
     def worker(server_args: Any) -> type:
         from sglang_dlite.speculative.worker import DLiteWorker

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from sglang_dlite import ALGORITHM
+
 
 def _is_dlite(algorithm: Any) -> bool:
-    return getattr(algorithm, "name", None) == "DLITE"
+    return getattr(algorithm, "name", None) == ALGORITHM
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang_dlite import ALGORITHM
 from sglang_dlite.platforms import has_accelerator
 from sglang_dlite.platforms import hooks as cpu
 from sglang_dlite.speculative import cuda_graph, request_validation
@@ -34,7 +35,7 @@ def wider_rows(original: Callable[[], int]) -> int:
 
     The scheduler reserves 2 D slots beyond the committed length, but upstream sizes a row for
     4 + D at page size 1: for D > 8 the reserve runs past the row near the context's end
-    (internals note, a.9).
+    (mem_cache/allocation_sizing.py).
     """
     from sglang.srt.mem_cache.allocation_sizing import (
         get_alloc_page_size,
@@ -43,7 +44,7 @@ def wider_rows(original: Callable[[], int]) -> int:
     from sglang.srt.runtime_context import get_spec
 
     extra = original()
-    if (get_spec().speculative_algorithm or "").upper() != "DLITE":
+    if (get_spec().speculative_algorithm or "").upper() != ALGORITHM:
         return extra
     return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 

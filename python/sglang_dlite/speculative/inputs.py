@@ -56,10 +56,10 @@ class DLiteVerifyInput(DFlashVerifyInput):
     """A linear verify pass of D rows per request.
 
     Upstream's attention backends treat a DFLASH verify as 'causal, D rows per request'; that is
-    exactly DLITE's, and a plugin has no type of its own (internals note, a.4).
+    exactly DLITE's, and a plugin has no type of its own.
     """
 
-    # intel_amx reads these names (internals note, g.1).
+    # Read by upstream's intel_amx backend.
     tree_topk: int = 1
 
     @property

@@ -1,12 +1,12 @@
 """Pivot states: the S selected target layer outputs, taken while the target runs.
 
-Upstream's aux-hidden capture cannot give them (internals note, d.3): it never captures the last
-layer, and it clones every row of every captured layer before it prunes. This capture takes
+Upstream's own capture (layers/aux_hidden_states.py) cannot give them: it never captures the last
+layer, and it clones every row of every captured layer before it prunes. This one takes
 
 - layer k < L-1 from the callback `capture_output` that layer k+1 offers: it is called with the
   residual sum, which is block k's output (a decoder layer's own return value is not);
 - layer L-1 from the argument of the logits processor: the state after the final norm, as in
-  HF's last `hidden_states` entry (dlite-facts 2.1).
+  HF's last `hidden_states` entry (DLite release, `dlite/utils/hidden_states.py`).
 
 In an extend pass only each request's last row is kept, so that nothing grows with the prompt; in
 a verify pass all D rows are, since the pivot is known only after acceptance. The result leaves in

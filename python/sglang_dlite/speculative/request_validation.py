@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang_dlite import ALGORITHM
+
 # Options that a server adds to requests by itself: upstream reads them from generation_config.json.
 _SERVER_DEFAULTED = ("repetition_penalty",)
 _SERVER_DEFAULT = (
@@ -65,7 +67,7 @@ def token_error(token_ids: Sequence[int], vocab_size: int) -> str | None:
 def check_request(original: Callable[..., str | None], scheduler: Any, req: Any) -> str | None:
     """AROUND `Scheduler.validate_dllm_request`: the one place whose answer becomes a 400."""
     error = original(scheduler, req)
-    if error is None and getattr(scheduler.spec_algorithm, "name", None) == "DLITE":
+    if error is None and getattr(scheduler.spec_algorithm, "name", None) == ALGORITHM:
         error = request_error(req) or token_error(
             req.origin_input_ids, scheduler.model_config.vocab_size
         )

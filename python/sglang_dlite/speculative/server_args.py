@@ -72,6 +72,6 @@ def _check_target(args: Any, drafter: DLiteConfig) -> None:
 
 
 def apply_defaults(args: Any) -> None:
-    """Pin what upstream's code reads of a chain drafter (internals note, h.1-h.2)."""
+    """Pin what upstream's code reads of a drafter of one chain and one step."""
     args.speculative_num_steps = 1
     args.speculative_eagle_topk = 1

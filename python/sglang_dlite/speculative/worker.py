@@ -3,7 +3,7 @@
 It orchestrates and owns no mathematics: acceptance.py has the rules, drafter/ the model,
 pivot_capture.py the states. There is no draft ModelRunner, KV pool, attention backend or draft
 extend: the drafter runs at the end of a prefill or verify call, after the new lengths are
-published, so that the scheduler's work overlaps it (DESIGN.md, 'One decode round').
+published, so that the scheduler's work overlaps it (docs/structures.md).
 """
 
 from __future__ import annotations

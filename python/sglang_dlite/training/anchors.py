@@ -1,6 +1,6 @@
 """Anchors: which row, which tokens and which labels make one training example.
 
-Symbols as in facts 2.1 and 4.4. Reply token r stands at position a; the row that produced it is
+Symbols as in the paper: Reply token r stands at position a; the row that produced it is
 the pivot a-1. An anchor at r therefore takes: states of row r, the G tokens ending in r, labels
 r+1..r+K, previous tokens r..r+K-1, target laws of rows r+1..r+K (row r+j is position a+j-1).
 """

@@ -30,7 +30,7 @@ LONG_PROMPT = 400
 def select_target_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """The S layers whose outputs condition the drafter: first, last, and S-2 spread over [1, L-2].
 
-    The official rule (facts 2.1); e.g. L=36, S=14 -> 0,1,4,7,10,13,16,19,22,25,28,31,34,35.
+    The rule of the DLite release; e.g. L=36, S=14 -> 0,1,4,7,10,13,16,19,22,25,28,31,34,35.
     """
     if count < 1 or count > num_layers:
         raise ValueError(f"target layers: {count} of {num_layers} cannot be selected")

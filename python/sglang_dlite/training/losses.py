@@ -4,7 +4,7 @@ With z = u W^T the draft law is q = softmax(z). The target's law p is known on i
 tokens T, renormalised on T and 0 elsewhere, so that per draft
     CE = lse(z) - z_label
     TV = sum_i |p_i - q_i| = sum_T |p_i - q_i| + (1 - sum_T q_i)
-TV is the L1 distance without the half, as in the reference recipe (facts 4.4). Its gradient needs
+TV is the L1 distance without the half, as in the authors' recipe. Its gradient needs
 no second pass over the vocabulary: with s_i = sign(q_i - p_i) - 1 on T and c = sum_T s_i q_i,
     d CE / d z_j = q_j - [j = label]            d TV / d z_j = q_j (s_j [j in T] - c)
 Both are q_j times a number per row, plus a few entries. So each block of rows is visited once:
@@ -117,7 +117,7 @@ def draft_losses(
 
 
 def position_weights(num_drafts: int, gamma: float) -> Tensor:
-    """exp(-j/gamma) for draft j = 0..K-1, fp32 [K] (facts 4.4)."""
+    """exp(-j/gamma) for draft j = 0..K-1, fp32 [K]."""
     return torch.exp(-torch.arange(num_drafts, dtype=torch.float32) / gamma)
 
 

@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drafter-path": ("sglang_dlite.assets", "print the directory of the shipped drafter"),
     "generate": ("sglang_dlite.training.generate", "write the target's own replies to prompts"),
     "train": ("sglang_dlite.training.train", "train a drafter for a target"),
+    "eval": ("sglang_dlite.training.evaluate", "measure a drafter's served acceptance length"),
 }
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from sglang_dlite.training.prompts import Prompt, single_turn
@@ -73,9 +74,10 @@ def _definitions(path: Path) -> Iterator[Definition]:
         yield Definition(str(path.relative_to(root)), node.name, source, head)
 
 
-def all_definitions() -> list[Definition]:
+@cache
+def all_definitions() -> tuple[Definition, ...]:
     """Every top-level function, class and method of the library that is not held out."""
-    return [found for path in library_files() for found in _definitions(path)]
+    return tuple(found for path in library_files() for found in _definitions(path))
 
 
 _COMPLETE = (
@@ -272,7 +274,7 @@ def agent_prompts(count: int, seed: int = 0) -> list[Prompt]:
     return prompts
 
 
-def _agent_turn(shown: Definition, pool: list[Definition], rng: random.Random) -> str:
+def _agent_turn(shown: Definition, pool: Sequence[Definition], rng: random.Random) -> str:
     wrap = rng.choice(_WRAP)
     path = f"/workspace/Lib/{shown.file}"
     parts = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from sglang.srt.layers.quantization.unquant import (
     UnquantizedLinearMethod,
 )
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang_dlite.platforms.hooks import repack_after_update
 from sglang_dlite.platforms.packed_linear import PackedLinearMethod, pack_linear_weights
 from torch import nn
 
@@ -83,6 +86,18 @@ def test_packing_again_follows_a_weight_update() -> None:
     assert_within_one_step(
         root.layer.quant_method.apply(root.layer, x), F.linear(x, root.layer.weight)
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_hook_packs_again_after_a_weight_update(device: str) -> None:
+    root = model(torch.bfloat16)
+    pack_linear_weights(root)
+    root.layer.weight.data.copy_(torch.randn(48, 64))
+    repack_after_update((True, ""), SimpleNamespace(device=device, get_model=lambda: root))
+    x = torch.randn(4, 64).to(torch.bfloat16)
+    actual = root.layer.quant_method.apply(root.layer, x)
+    expected = F.linear(x, root.layer.weight)
+    assert torch.allclose(actual, expected, rtol=2**-7, atol=2**-6) == (device == "cpu")
 
 
 def test_the_head_still_looks_tokens_up() -> None:

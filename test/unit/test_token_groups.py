@@ -25,9 +25,11 @@ def batch(prompts: list[list[int]], cached: list[int], outputs: list[list[int]])
 
 @pytest.mark.parametrize("group_size", range(1, 6))
 @pytest.mark.parametrize("cached", [[0, 0, 0], [0, 3, 5]])
-def test_group_against_slicing(group_size: int, cached: list[int]) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_group_against_slicing(group_size: int, cached: list[int], dtype: torch.dtype) -> None:
+    """A sampled anchor comes as int32; the drafter takes int64 only."""
     prompts, outputs = [[11], [21, 22, 23, 24], [31, 32, 33, 34, 35]], [[], [], [36]]
-    anchors = torch.tensor([90, 91, 92])
+    anchors = torch.tensor([90, 91, 92], dtype=dtype)
     group = prefill_token_group(batch(prompts, cached, outputs), anchors, group_size)
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         ids = prompt + output

@@ -13,8 +13,10 @@ def prefill_token_group(batch: Any, anchor: torch.Tensor, group_size: int) -> to
 
     The last token of each request is in the batch even on a full prefix-cache hit (SGLang always
     recomputes one). Older ones may be cached, so they come from the request's ids; a prompt
-    shorter than the group repeats its first token.
+    shorter than the group repeats its first token. `anchor` [n] may be int32: upstream's sampler
+    returns that unless it took an argmax.
     """
+    anchor = anchor.to(torch.int64)
     if group_size == 1:
         return anchor[:, None]
     if group_size == 2:

@@ -91,8 +91,7 @@ class DLiteWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.LAST
         )
-        # int64: upstream's sampler returns int32 unless it took an argmax.
-        anchor = broadcast_from_rank0(result.next_token_ids).to(torch.int64)  # [n]
+        anchor = broadcast_from_rank0(result.next_token_ids)  # [n]
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)

@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def serve(args: argparse.Namespace, groups: Sequence[Sequence[Prompt]]) -> list[Served]:
     """Answer every prompt with a DLITE engine; one result per group. Only first turns are asked."""
     import sglang
+    from tqdm import tqdm
     from transformers import AutoTokenizer
 
     from sglang_dlite import ALGORITHM
@@ -95,15 +96,18 @@ def serve(args: argparse.Namespace, groups: Sequence[Sequence[Prompt]]) -> list[
     try:
         results = []
         for group in groups:
-            texts = [
-                tokenizer.apply_chat_template(
-                    list(prompt.messages), tokenize=False, add_generation_prompt=True
-                )
-                for prompt in group
-            ]
             served = Served(group[0].source if group else "(empty)")
-            for answer in engine.generate(prompt=texts, sampling_params=params) if texts else ():
-                served.add(answer["meta_info"])
+            # A few batches at a time, so that the bar moves.
+            step = 4 * args.concurrency
+            for start in tqdm(range(0, len(group), step), desc=served.source, unit="batch"):
+                texts = [
+                    tokenizer.apply_chat_template(
+                        list(prompt.messages), tokenize=False, add_generation_prompt=True
+                    )
+                    for prompt in group[start : start + step]
+                ]
+                for answer in engine.generate(prompt=texts, sampling_params=params):
+                    served.add(answer["meta_info"])
             results.append(served)
         return results
     finally:

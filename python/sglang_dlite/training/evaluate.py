@@ -91,6 +91,7 @@ def serve(args: argparse.Namespace, groups: Sequence[Sequence[Prompt]]) -> list[
         speculative_algorithm=ALGORITHM,
         speculative_draft_model_path=str(args.drafter or shipped_drafter_dir()),
         max_running_requests=args.concurrency,
+        mem_fraction_static=0.3,  # on a CPU this is a share of the machine
         log_level="warning",
     )
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     except PromptError as error:
         print(f"eval: {error}", file=sys.stderr)
         return 1
+    # A polite kill must still end the engine's processes: they hold the memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = [result for result in serve(args, groups) if result.prompts]
     mean = sum(result.tau for result in results) / len(results)
     print(f"{'prompts':<32}{'replies':>8}{'tokens':>9}{'passes':>9}{'tau':>7}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,11 @@ import tiny_models
 from engines import engine
 from oracle_engine import LaunchOracle, OracleEngine, oracle_environment
 from references import References
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Upstream's exit handlers log to streams that pytest has closed: not worth a traceback each."""
+    logging.raiseExceptions = False
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from references import References
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Upstream's exit handlers log to streams that pytest has closed: not worth a traceback each."""
+    """Upstream's exit handlers log to streams that pytest has closed: no traceback for that."""
     logging.raiseExceptions = False
 
 

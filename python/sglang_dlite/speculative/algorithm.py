@@ -58,9 +58,6 @@ class DLiteAlgorithm(CustomSpecAlgo):
         """Fill and pin the speculative fields (after upstream's own defaults)."""
         apply_defaults(server_args)
 
-    def create_worker(self, server_args: Any) -> type:
-        return self.factory(server_args)
-
 
 def validate(server_args: Any) -> None:
     """Start-up refusals; called by upstream before `handle_server_args`."""

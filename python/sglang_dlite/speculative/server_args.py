@@ -40,9 +40,7 @@ def check_server_args(args: Any) -> None:
                 f"{refusal.option} = {value!r} is not supported with --speculative-algorithm "
                 f"DLITE: {refusal.reason}. What to do: {refusal.remedy}."
             )
-    config = read_drafter_config(
-        drafter_path(args), getattr(args, "speculative_draft_model_revision", None)
-    )
+    config = read_drafter_config(drafter_path(args), args.speculative_draft_model_revision)
     width = args.speculative_num_draft_tokens
     if width is not None and not 2 <= width <= config.block_size:
         raise ValueError(

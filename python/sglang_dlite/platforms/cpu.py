@@ -78,10 +78,21 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Pack every linear weight once (upstream calls this right after loading)."""
+        from sglang_dlite.platforms.fused_ops import register_fused_ops
+        from sglang_dlite.platforms.kernels import compiled_kernels
         from sglang_dlite.platforms.packed_linear import pack_linear_weights
 
-        packed = pack_linear_weights(model)
-        logger.info("Packed %d linear weights for oneDNN.", packed)
+        packed, kernels = pack_linear_weights(model), compiled_kernels()
+        if kernels is None:
+            logger.info("Packed %d linear weights for oneDNN.", packed)
+            return
+        register_fused_ops(kernels, self.get_dispatch_key_name())
+        logger.info(
+            "Packed %d linear weights. Compiled kernels: %s, %d threads.",
+            packed,
+            kernels.isa(),
+            kernels.num_threads(),
+        )
 
 
 def register_attention() -> None:
@@ -95,5 +106,12 @@ def register_attention() -> None:
     @register_attention_backend(ATTENTION_BACKEND)
     def create(runner: Any) -> Any:
         from sglang_dlite.platforms.attention import CpuAttentionBackend
+        from sglang_dlite.platforms.kernel_attention import KernelAttentionBackend
+        from sglang_dlite.platforms.kernels import compiled_kernels
 
-        return CpuAttentionBackend(runner)
+        kernels = compiled_kernels()
+        return (
+            CpuAttentionBackend(runner)
+            if kernels is None
+            else KernelAttentionBackend(runner, kernels)
+        )

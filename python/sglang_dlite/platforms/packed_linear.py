@@ -1,11 +1,12 @@
-"""Linear layers whose weight is packed once for oneDNN.
+"""Linear layers whose weight is packed once.
 
-`F.linear` in bf16 re-orders the weight into oneDNN's blocked layout at every call. Here each
-layer keeps the re-ordered copy and calls oneDNN's linear on it.
+`F.linear` in bf16 re-orders the weight into a blocked layout at every call. Here each layer keeps
+a re-ordered copy: for the compiled kernels where they are, for oneDNN elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,20 +19,56 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-_PACKED = "_dlite_packed_weight"
+from sglang_dlite.platforms.kernels import compiled_kernels
+
+_PACKED = "_dlite_packed_linear"
+
+# Without a matrix unit our kernel is made for few rows; oneDNN is faster on a prompt, whose rows
+# pay for its re-ordering of the weight.
+_MAX_ROWS_WITHOUT_MATRIX_UNIT = 64
+
+# x [..., in], bias [out] or None -> [..., out], on the packed copy of one weight.
+PackedLinear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def _pack(layer: torch.nn.Module) -> None:
-    """Keep a re-ordered copy of `layer.weight` [out, in] beside it."""
-    setattr(layer, _PACKED, torch.ops.mkldnn._reorder_linear_weight(layer.weight.data))
+def _pack(layers: Sequence[torch.nn.Module]) -> None:
+    """Give each layer the packed form of its `weight` [out, in] bf16."""
+    kernels = compiled_kernels()
+    weights = [layer.weight.data for layer in layers]
+    functions: list[PackedLinear]
+    if kernels is None:
+        functions = [_onednn_linear(weight) for weight in weights]
+    else:
+        functions = [
+            _kernel_linear(kernels, weight, packed)
+            for weight, packed in zip(weights, kernels.pack_linear_weights(weights), strict=True)
+        ]
+    for layer, function in zip(layers, functions, strict=True):
+        setattr(layer, _PACKED, function)
 
 
-def _linear(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in] -> [..., out] on the packed weight, or on the plain one where there is none."""
-    packed = getattr(layer, _PACKED, None)
-    if packed is None or x.shape[:-1].numel() == 0:
-        return F.linear(x, layer.weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def _onednn_linear(weight: torch.Tensor) -> PackedLinear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def linear(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.shape[:-1].numel() == 0:
+            return F.linear(x, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    return linear
+
+
+def _kernel_linear(kernels: Any, weight: torch.Tensor, packed: torch.Tensor) -> PackedLinear:
+    run, out_features = kernels.linear, weight.shape[0]
+    if kernels.has_matrix_unit():
+        return lambda x, bias: run(x, packed, out_features, bias)
+
+    def linear(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.shape[:-1].numel() > _MAX_ROWS_WITHOUT_MATRIX_UNIT:
+            return F.linear(x, weight, bias)
+        return run(x, packed, out_features, bias)
+
+    return linear
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
@@ -45,7 +82,8 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [..., in] -> [..., out], in the weight's dtype."""
-        return _linear(layer, x, bias)
+        packed = layer.__dict__.get(_PACKED)
+        return F.linear(x, layer.weight, bias) if packed is None else packed(x, bias)
 
 
 class PackedEmbeddingMethod(PackedLinearMethod):
@@ -63,7 +101,7 @@ def pack_linear_weights(model: torch.nn.Module) -> int:
     weights by themselves. Returns the number of layers packed (0 where the weights are not bf16).
     Layers with another quant method (quantized weights) are left alone.
     """
-    count = 0
+    layers = []
     lm_head: Any = getattr(model, "lm_head", None)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -78,18 +116,22 @@ def pack_linear_weights(model: torch.nn.Module) -> int:
         elif not isinstance(method, PackedLinearMethod):
             continue
         if module.weight.dtype == torch.bfloat16:
-            _pack(module)
-            count += 1
-    return count
+            layers.append(module)
+    _pack(layers)
+    return len(layers)
 
 
 def pack_drafter(drafter: torch.nn.Module) -> None:
     """The same for the `nn.Linear` layers of a drafter whose weights are bf16 and frozen."""
-    for module in drafter.modules():
-        if isinstance(module, torch.nn.Linear) and module.weight.dtype == torch.bfloat16:
-            _pack(module)
-            module.forward = partial(_drafter_linear, module)
+    layers = [
+        module
+        for module in drafter.modules()
+        if isinstance(module, torch.nn.Linear) and module.weight.dtype == torch.bfloat16
+    ]
+    _pack(layers)
+    for layer in layers:
+        layer.forward = partial(_drafter_linear, layer)
 
 
 def _drafter_linear(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return _linear(layer, x, layer.bias)
+    return layer.__dict__[_PACKED](x, layer.bias)

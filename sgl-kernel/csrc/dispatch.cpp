@@ -1,0 +1,83 @@
+// Chooses the instruction-set level once per process.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace dlite {
+namespace {
+
+bool can_run_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool can_run_avx512() {
+  return can_run_avx2() && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq");
+}
+
+bool can_run_avx512_bf16() { return can_run_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// AMX also needs the kernel's permission for the tiles' state, asked for once per process.
+bool can_run_amx() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a, b, c, d;
+  __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+  const bool has_tiles = (d >> 24 & 1) && (d >> 22 & 1);  // AMX-TILE, AMX-BF16
+  return has_tiles && can_run_avx512_bf16() &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+struct Level {
+  const char* name;
+  bool (*can_run)();
+  const KernelTable* (*table)();
+};
+
+constexpr Level kLevels[] = {  // best first
+    {"amx", can_run_amx, amx_kernels},
+    {"avx512_bf16", can_run_avx512_bf16, avx512_bf16_kernels},
+    {"avx512", can_run_avx512, avx512_kernels},
+    {"avx2", can_run_avx2, avx2_kernels},
+};
+
+const KernelTable& choose() {
+  const char* wanted = std::getenv("DLITE_CPU_ISA");
+  const bool any = wanted == nullptr || *wanted == '\0';
+  std::string runnable;
+  for (const Level& level : kLevels) {
+    if (!level.can_run()) continue;
+    if (any || std::string(wanted) == level.name) return *level.table();
+    runnable += runnable.empty() ? level.name : std::string(", ") + level.name;
+  }
+  if (any) throw std::runtime_error("sglang_dlite_kernel: this CPU has no AVX2 and FMA");
+  throw std::runtime_error("DLITE_CPU_ISA = '" + std::string(wanted) + "': this CPU can run " +
+                           runnable + "; unset it to use the best one");
+}
+
+}  // namespace
+
+const KernelTable& kernels() {
+  static const KernelTable& chosen = choose();
+  return chosen;
+}
+
+void pack_linear(const bf16* weight, int64_t out_features, int64_t in_features, bf16* packed) {
+  const int64_t inputs = round_up(in_features, kStepInputs);
+  const int64_t outputs = round_up(out_features, kGroupColumns);
+  for (int64_t out = 0; out < outputs; ++out) {
+    bf16* column = packed + out / kGroupColumns * kGroupColumns * inputs +
+                   out % kGroupColumns / kTileColumns * kTileElements + out % kTileColumns * 2;
+    for (int64_t in = 0; in < inputs; ++in) {
+      const bool inside = out < out_features && in < in_features;
+      column[in / kStepInputs * kGroupTiles * kTileElements +
+             in % kStepInputs / 2 * 2 * kTileColumns + in % 2] =
+          inside ? weight[out * in_features + in] : 0;
+    }
+  }
+}
+
+}  // namespace dlite

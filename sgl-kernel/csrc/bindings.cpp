@@ -238,6 +238,7 @@ void store_kv(const Tensor& key, const Tensor& value, const Tensor& slots, Tenso
   store_rows(value, value_cache, slots, "value");
 }
 
+void use_isa(std::string name) { use_level(name); }
 std::string isa() { return kernels().name; }
 bool has_matrix_unit() { return kernels().matrix_unit; }
 int64_t threads() { return num_threads(); }
@@ -246,6 +247,8 @@ int64_t threads() { return num_threads(); }
 
 TORCH_LIBRARY(sglang_dlite_kernel, m) {
   m.def("isa() -> str", &isa);
+  m.def("runnable_isas() -> str", &runnable_levels);
+  m.def("use_isa(str name) -> ()", &use_isa);
   m.def("has_matrix_unit() -> bool", &has_matrix_unit);
   m.def("num_threads() -> int", &threads);
   m.def("packed_size(int out_features, int in_features) -> int", &packed_size);

@@ -2,6 +2,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -44,26 +45,34 @@ constexpr Level kLevels[] = {  // best first
     {"avx2", can_run_avx2, avx2_kernels},
 };
 
-const KernelTable& choose() {
-  const char* wanted = std::getenv("DLITE_CPU_ISA");
-  const bool any = wanted == nullptr || *wanted == '\0';
-  std::string runnable;
+const KernelTable* find(const std::string& wanted) {
   for (const Level& level : kLevels) {
-    if (!level.can_run()) continue;
-    if (any || std::string(wanted) == level.name) return *level.table();
-    runnable += runnable.empty() ? level.name : std::string(", ") + level.name;
+    if (level.can_run() && (wanted.empty() || wanted == level.name)) return level.table();
   }
-  if (any) throw std::runtime_error("sglang_dlite_kernel: this CPU has no AVX2 and FMA");
-  throw std::runtime_error("DLITE_CPU_ISA = '" + std::string(wanted) + "': this CPU can run " +
-                           runnable + "; unset it to use the best one");
+  if (wanted.empty()) throw std::runtime_error("sglang_dlite_kernel: this CPU has no AVX2 and FMA");
+  throw std::runtime_error("DLITE_CPU_ISA = '" + wanted + "': this CPU can run " +
+                           runnable_levels() + "; unset it to use the best one");
+}
+
+std::atomic<const KernelTable*>& current() {
+  const char* wanted = std::getenv("DLITE_CPU_ISA");
+  static std::atomic<const KernelTable*> table{find(wanted == nullptr ? "" : wanted)};
+  return table;
 }
 
 }  // namespace
 
-const KernelTable& kernels() {
-  static const KernelTable& chosen = choose();
-  return chosen;
+std::string runnable_levels() {
+  std::string names;
+  for (const Level& level : kLevels) {
+    if (level.can_run()) names += names.empty() ? level.name : std::string(", ") + level.name;
+  }
+  return names;
 }
+
+const KernelTable& kernels() { return *current().load(std::memory_order_relaxed); }
+
+void use_level(const std::string& name) { current().store(find(name)); }
 
 void pack_linear(const bf16* weight, int64_t out_features, int64_t in_features, bf16* packed) {
   const int64_t inputs = round_up(in_features, kStepInputs);

@@ -7,16 +7,22 @@
 // After the headers: their inline functions must stay those of the baseline.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma")
 
+#define DLITE_WIDTH 16
+
 namespace dlite {
 namespace {
 
 #define DLITE_DOT
-constexpr int W = 16;
+#define DLITE_MATRIX_UNIT
+constexpr int W = DLITE_WIDTH;  // floats in a vector
 
 #include "vec.inl"
 #include "elementwise.inl"
 #include "linear_common.inl"
 #include "linear_amx.inl"
+#include "attention_shared.inl"
+#include "attention_vector.inl"
+#include "attention_amx.inl"
 #include "attention.inl"
 #include "draft.inl"
 

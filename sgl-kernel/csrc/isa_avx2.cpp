@@ -7,15 +7,19 @@
 // After the headers: their inline functions must stay those of the baseline.
 #pragma GCC target("avx2,fma")
 
+#define DLITE_WIDTH 8
+
 namespace dlite {
 namespace {
 
-constexpr int W = 8;
+constexpr int W = DLITE_WIDTH;  // floats in a vector
 
 #include "vec.inl"
 #include "elementwise.inl"
 #include "linear_common.inl"
 #include "linear.inl"
+#include "attention_shared.inl"
+#include "attention_vector.inl"
 #include "attention.inl"
 #include "draft.inl"
 

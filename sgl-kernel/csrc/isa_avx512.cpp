@@ -7,15 +7,19 @@
 // After the headers: their inline functions must stay those of the baseline.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 
+#define DLITE_WIDTH 16
+
 namespace dlite {
 namespace {
 
-constexpr int W = 16;
+constexpr int W = DLITE_WIDTH;  // floats in a vector
 
 #include "vec.inl"
 #include "elementwise.inl"
 #include "linear_common.inl"
 #include "linear.inl"
+#include "attention_shared.inl"
+#include "attention_vector.inl"
 #include "attention.inl"
 #include "draft.inl"
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace dlite {
 
@@ -145,9 +146,15 @@ const KernelTable* avx512_kernels();
 const KernelTable* avx512_bf16_kernels();
 const KernelTable* amx_kernels();
 
-// The table in use: the best that the CPU can run, or the one named by DLITE_CPU_ISA (read once).
-// Throws std::runtime_error where the CPU can run none, or not the named one.
+// The table in use: the best that the CPU can run, or the one named by DLITE_CPU_ISA. Throws
+// std::runtime_error where the CPU can run none, or not the named one.
 const KernelTable& kernels();
+
+// Changes the table in use (tests and comparisons); throws as above. "" is the best one.
+void use_level(const std::string& name);
+
+// The names of the levels that this CPU can run, best first, separated by ", ".
+std::string runnable_levels();
 
 // Packed weight: groups of kGroupColumns output columns; in a group, steps of kStepInputs inputs; in
 // a step, kGroupTiles tiles of 16 pairs of inputs x 16 columns: [out / 64][in / 32][4][16][16][2].

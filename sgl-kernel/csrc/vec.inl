@@ -30,11 +30,16 @@ inline vfloat load(const float* p) {
   return v;
 }
 
-inline vfloat load(const bf16* p) {
-  vhalf h;
-  __builtin_memcpy(&h, p, sizeof(h));
-  return (vfloat)(__builtin_convertvector(h, vuint) << 16);
+// W numbers of 16 bits as W of 32. GCC makes two halves and a merge of __builtin_convertvector.
+inline vuint widen(const uint16_t* p) {
+#if DLITE_WIDTH == 16
+  return (vuint)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  return (vuint)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
 }
+
+inline vfloat load(const bf16* p) { return (vfloat)(widen(p) << 16); }
 
 inline void store(float* p, vfloat v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
@@ -59,40 +64,49 @@ inline float load_one(const bf16* p) { return bf16_to_float(*p); }
 inline void store_one(float* p, float v) { *p = v; }
 inline void store_one(bf16* p, float v) { *p = float_to_bf16(v); }
 
+#if DLITE_WIDTH == 16
+inline float sum(vfloat v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float max_of(vfloat v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
 inline float sum(vfloat v) {
-  float total = 0;
-  for (int half = W / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  total = v[0];
-  return total;
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
 }
+inline float max_of(vfloat v) {
+  const __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+}
+#endif
 
 inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 
-inline float max_of(vfloat v) {
-  float largest = v[0];
-  for (int i = 1; i < W; ++i) largest = v[i] > largest ? v[i] : largest;
-  return largest;
-}
-
-// exp(x) for x <= 88, relative error below 2e-7; 0 below -87.3 (-inf included).
-// x = n ln 2 + r, |r| <= ln 2 / 2; exp(r) by its Taylor polynomial of degree 7.
+// exp(x) for x <= 100 with a relative error below 3e-7; infinite above 88.7, 0 below -104 (-inf
+// included), NaN for NaN.
+// x = n ln 2 + r, |r| <= ln 2 / 2; exp(r) by its Taylor polynomial of degree 6.
 inline vfloat exp(vfloat x) {
-  const vint vanishes = x < -87.3f;
-  x = vanishes ? splat(0.0f) : x;
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low bits
-  const vfloat shifted = x * 1.44269504088896341f + magic;
-  const vfloat n = shifted - magic;
-  vfloat r = x - n * 0.693145751953125f;  // ln 2 in two parts, n * the first is exact
+  const float floor = -110.0f;
+#if DLITE_WIDTH == 16
+  x = (vfloat)_mm512_max_ps(_mm512_set1_ps(floor), (__m512)x);  // the second operand where NaN
+  const vfloat n = (vfloat)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 0);
+#else
+  x = (vfloat)_mm256_max_ps(_mm256_set1_ps(floor), (__m256)x);
+  const vfloat n = (vfloat)_mm256_round_ps((__m256)(x * 1.44269504088896341f), 0);
+#endif
+  vfloat r = x - n * 0.693145751953125f;  // ln 2 in two parts, n times the first is exact
   r = r - n * 1.42860682030941723e-6f;
-  vfloat p = splat(1.0f / 5040) * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
+  vfloat p = r * (1.0f / 720) + 1.0f / 120;
   p = p * r + 1.0f / 24;
   p = p * r + 1.0f / 6;
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const vint scale = (__builtin_convertvector(n, vint) + 127) << 23;
-  const vfloat result = p * (vfloat)scale;
-  return vanishes ? splat(0.0f) : result;
+#if DLITE_WIDTH == 16
+  return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  // 2^n in two factors, so that a result below the normal range is reached without a wrong sign.
+  const vint whole = (vint)_mm256_cvtps_epi32((__m256)n), half = whole >> 1;
+  return p * (vfloat)((half + 127) << 23) * (vfloat)((whole - half + 127) << 23);
+#endif
 }

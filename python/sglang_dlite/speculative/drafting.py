@@ -46,9 +46,9 @@ def build_drafter(path: str, revision: str | None, device: str, dtype: torch.dty
     if not spec:
         drafter = load_drafter(directory, device=device, dtype=dtype)
         if device == "cpu":
-            from sglang_dlite.platforms.packed_linear import pack_drafter
+            from sglang_dlite.platforms.cpu_drafter import prepare_drafter
 
-            pack_drafter(drafter)
+            return prepare_drafter(drafter)
         return drafter
     try:
         factory = pkgutil.resolve_name(spec)

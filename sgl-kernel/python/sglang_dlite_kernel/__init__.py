@@ -22,6 +22,9 @@ _ops = torch.ops.sglang_dlite_kernel
 isa = _ops.isa.default
 """() -> the name of the instruction set in use."""
 
+use_isa = _ops.use_isa.default
+"""(name) -> None: use another instruction set from here on, in all threads; for comparisons."""
+
 has_matrix_unit = _ops.has_matrix_unit.default
 """() -> whether `linear` is at full speed for any number of rows (else up to about 64)."""
 
@@ -59,6 +62,11 @@ w keys before itself and itself.
 """
 
 
+def runnable_isas() -> list[str]:
+    """The instruction sets that this CPU can run, best first."""
+    return _ops.runnable_isas.default().split(", ")
+
+
 def pack_linear_weights(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Packed copies of weights [out, in] bf16, for `linear`, in one block of memory.
 
@@ -82,6 +90,7 @@ def repack_linear_weight(weight: torch.Tensor, packed: torch.Tensor) -> None:
 def advise_huge_pages(memory: torch.Tensor) -> None:
     """Ask the system for huge pages behind memory that nothing was written to yet."""
     _ops.advise_huge_pages(memory)
+
 
 DraftStep = torch.classes.sglang_dlite_kernel.DraftStep
 """The draft step of a DLite drafter, in bf16 with fp32 sums, as one call.

@@ -9,6 +9,20 @@ import torch
 from torch import Tensor
 
 from sglang_dlite.drafter import DLiteDrafter, DraftBlock
+from sglang_dlite.platforms.kernels import compiled_kernels
+from sglang_dlite.platforms.packed_linear import pack_drafter
+
+
+def prepare_drafter(drafter: DLiteDrafter) -> DLiteDrafter | CompiledDrafter:
+    """The form of a loaded drafter that serves on this CPU; the argument may be changed.
+
+    bf16 is compiled where the kernels are, else its matrices are packed; fp32 stays as it is.
+    """
+    kernels = compiled_kernels()
+    if kernels is not None and drafter.dtype == torch.bfloat16:
+        return CompiledDrafter(drafter, kernels)
+    pack_drafter(drafter)
+    return drafter
 
 
 class CompiledDrafter:

@@ -11,13 +11,17 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.sglang-dlite-installed
 
 .DEFAULT_GOAL := help
+KERNEL_SOURCES := $(wildcard sgl-kernel/setup.py sgl-kernel/csrc/* \
+                    sgl-kernel/python/sglang_dlite_kernel/*.py)
+KERNEL_STAMP   := $(VENV)/.sglang-dlite-kernel-installed
+
 .PHONY: help install demo serve check test test-slow lint format clean
 
 help:  ## show this text
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP)  ## create .venv and install the package with its development tools
+install: $(STAMP) $(KERNEL_STAMP)  ## create .venv and install the package with its development tools
 
 # The package is installed editable, so only its metadata can make an installation stale.
 # The stamp comes last: an interrupted installation is taken up again by the next call.
@@ -42,19 +46,31 @@ $(STAMP): python/pyproject.toml
 	$(BIN)/python -m pip install --editable 'python[dev]'; \
 	touch $@
 
-demo: $(STAMP)  ## play one agent session with and without DLITE (JSON=file writes the table as well)
+# The compiled CPU kernels are an option: without a compiler, or where the build fails, serving goes
+# on with torch operators. --no-build-isolation builds them against the torch that will load them.
+$(KERNEL_STAMP): $(KERNEL_SOURCES) | $(STAMP)
+	@if ! command -v $${CXX:-c++} >/dev/null; then \
+	  echo "note: no C++ compiler; the CPU kernels are not built (a GPU does not need them)"; \
+	elif echo "== building the CPU kernels" && $(BIN)/python -m pip install --quiet \
+	  --no-build-isolation --no-deps --force-reinstall ./sgl-kernel; then \
+	  touch $@; \
+	else \
+	  echo "warning: the CPU kernels did not build; a CPU is served by torch operators instead"; \
+	fi
+
+demo: install  ## play one agent session with and without DLITE (JSON=file writes the table as well)
 	@$(BIN)/python -m sglang_dlite.demo --work-dir work/demo $(if $(JSON),--json "$(JSON)") $(ARGS)
 
-serve: $(STAMP)  ## keep the embedded model served with DLITE (PORT=30000); Ctrl-C stops it
+serve: install  ## keep the embedded model served with DLITE (PORT=30000); Ctrl-C stops it
 	@$(BIN)/python -m sglang_dlite.demo.serve --port $(PORT) $(ARGS)
 
-check: $(STAMP)  ## diagnose the installation
+check: install  ## diagnose the installation
 	@$(BIN)/sglang-dlite check
 
-test: $(STAMP)  ## run the fast tests (ARGS="-k name" goes to pytest)
+test: install  ## run the fast tests (ARGS="-k name" goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(STAMP)  ## run the tests that launch servers or take minutes
+test-slow: install  ## run the tests that launch servers or take minutes
 	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 lint: $(STAMP)  ## check formatting, lint and types

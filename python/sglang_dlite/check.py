@@ -224,13 +224,51 @@ def check_embedded_model() -> Iterator[Result]:
         )
 
 
+def check_kernels() -> Iterator[Result]:
+    """The compiled CPU kernels: an option, without which a CPU serves on torch operators."""
+    from sglang_dlite.platforms import has_accelerator
+    from sglang_dlite.platforms.kernels import SWITCH
+
+    name = "CPU kernels"
+    if has_accelerator():
+        yield info(name, "not used: there is an accelerator")
+        return
+    if os.environ.get(SWITCH, "1") == "0":
+        yield info(name, f"switched off by {SWITCH}=0: torch operators serve", f"unset {SWITCH}")
+        return
+    slower = "torch operators serve instead, several times slower"
+    build = "pip install --no-build-isolation ./sgl-kernel (what `make install` does)"
+    try:
+        import sglang_dlite_kernel as kernels
+    except ModuleNotFoundError:
+        fix = build if _compiler() else f"install a C++ compiler (apt-get install g++), then {build}"
+        yield info(name, f"not built; {slower}", fix)
+        return
+    except ImportError as error:
+        yield fail(name, f"{_describe(error)}; {slower}", f"build them again: {build}")
+        return
+    try:
+        isa = kernels.isa()
+    except RuntimeError as error:
+        yield fail(name, _describe(error), "see the message")
+        return
+    yield ok(name, f"{isa}, {kernels.num_threads()} threads")
+
+
 def check_compiler() -> Iterator[Result]:
-    # Serving from the wheels compiles nothing on a CPU; Triton and torch.compile do.
-    compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    compiler = _compiler()
     if compiler is not None:
-        yield ok("C compiler", compiler)
+        yield ok("C++ compiler", compiler)
     else:
-        yield info("C compiler", "none found; Triton kernels need one", "apt-get install gcc")
+        yield info(
+            "C++ compiler",
+            "none found; the CPU kernels and Triton need one",
+            "apt-get install g++",
+        )
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
 
 
 def _describe(error: BaseException) -> str:
@@ -245,9 +283,10 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Result]]], ...] = (
     ("environment", check_environment),
     ("plugin", check_plugin),
     ("device", check_device),
+    ("CPU kernels", check_kernels),
     ("shipped drafter", check_drafter),
     ("embedded target", check_embedded_model),
-    ("C compiler", check_compiler),
+    ("C++ compiler", check_compiler),
 )
 
 

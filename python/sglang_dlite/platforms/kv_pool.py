@@ -17,6 +17,13 @@ class CpuKVPool(MHATokenToKVPool):
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None
 
+    def _create_buffers_normal(self) -> None:
+        super()._create_buffers_normal()
+        kernels = compiled_kernels()
+        if kernels is not None:  # the buffers are zero pages of the system until they are written
+            for buffer in (*self.k_buffer, *self.v_buffer):
+                kernels.advise_huge_pages(buffer)
+
     def _store_kv_layer(
         self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:

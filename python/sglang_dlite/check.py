@@ -241,8 +241,8 @@ def check_kernels() -> Iterator[Result]:
     try:
         import sglang_dlite_kernel as kernels
     except ModuleNotFoundError:
-        fix = build if _compiler() else f"install a C++ compiler (apt-get install g++), then {build}"
-        yield info(name, f"not built; {slower}", fix)
+        first = "" if _compiler() else "install a C++ compiler (apt-get install g++), then "
+        yield info(name, f"not built; {slower}", first + build)
         return
     except ImportError as error:
         yield fail(name, f"{_describe(error)}; {slower}", f"build them again: {build}")

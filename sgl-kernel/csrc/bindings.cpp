@@ -2,36 +2,15 @@
 #include <Python.h>
 #include <sys/mman.h>
 
-#include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <cstring>
 
-#include "kernels.h"
 #include "thread_pool.h"
+#include "torch_args.h"
 
 namespace dlite {
 namespace {
-
-using at::Tensor;
-
-Dtype dtype_of(const Tensor& tensor, const char* name) {
-  if (tensor.scalar_type() == at::kBFloat16) return Dtype::kBFloat16;
-  TORCH_CHECK(tensor.scalar_type() == at::kFloat, name, " is ", tensor.scalar_type(),
-              ", must be float32 or bfloat16");
-  return Dtype::kFloat32;
-}
-
-void check_same(const Tensor& tensor, const Tensor& like, const char* name) {
-  TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), name, " is ", tensor.scalar_type(),
-              ", must be ", like.scalar_type(), " as the input");
-}
-
-const bf16* bf16_data(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(tensor.scalar_type() == at::kBFloat16, name, " is ", tensor.scalar_type(),
-              ", must be bfloat16");
-  return static_cast<const bf16*>(tensor.const_data_ptr());
-}
 
 // x [..., size] as rows: elements between two of them, where the leading dimensions allow one.
 struct Rows {
@@ -72,6 +51,8 @@ void advise_huge_pages(Tensor memory) {
   if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }
 
+}  // namespace
+
 Tensor linear(const Tensor& x, const Tensor& packed, int64_t out_features,
               const std::optional<Tensor>& bias) {
   const Rows rows = as_rows(x, "x");
@@ -91,6 +72,8 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t out_features,
                     out_features, rows.rows, in_features, out_features});
   return y;
 }
+
+namespace {
 
 RmsNormArgs norm_args(const Rows& rows, const Tensor& weight, double eps, Tensor& y) {
   const int64_t size = y.size(-1);
@@ -131,6 +114,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   return {y, after};
 }
 
+}  // namespace
+
 void rotary_(const Tensor& positions, Tensor query, Tensor key, int64_t head_dim,
              const Tensor& cos_sin, bool neox) {
   TORCH_CHECK(query.dim() == 2 && query.stride(1) == 1 && key.dim() == 2 && key.stride(1) == 1,
@@ -152,6 +137,7 @@ void rotary_(const Tensor& positions, Tensor query, Tensor key, int64_t head_dim
                     dtype_of(query, "query")});
 }
 
+
 Tensor silu_and_mul(const Tensor& x) {
   const Tensor source = x.contiguous();
   TORCH_CHECK(x.device().is_cpu() && x.dim() >= 1 && x.size(-1) % 2 == 0,
@@ -165,12 +151,6 @@ Tensor silu_and_mul(const Tensor& x) {
   return y;
 }
 
-const int64_t* int64_data(const Tensor& tensor, int64_t count, const char* name) {
-  TORCH_CHECK(tensor.scalar_type() == at::kLong && tensor.is_contiguous() &&
-                  tensor.numel() == count && tensor.device().is_cpu(),
-              name, " must be ", count, " contiguous int64 on the CPU");
-  return tensor.const_data_ptr<int64_t>();
-}
 
 Tensor attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                  const Tensor& req_to_token, const Tensor& req_pool_indices,
@@ -214,6 +194,8 @@ Tensor attention(const Tensor& query, const Tensor& key_cache, const Tensor& val
   return out;
 }
 
+namespace {
+
 // cache[slots[i]] = rows[i]; rows [n, heads, dim] may be strided between rows.
 void store_rows(const Tensor& rows, const Tensor& cache, const Tensor& slots, const char* name) {
   check_same(rows, cache, name);
@@ -232,11 +214,15 @@ void store_rows(const Tensor& rows, const Tensor& cache, const Tensor& slots, co
   }
 }
 
+}  // namespace
+
 void store_kv(const Tensor& key, const Tensor& value, const Tensor& slots, Tensor key_cache,
               Tensor value_cache) {
   store_rows(key, key_cache, slots, "key");
   store_rows(value, value_cache, slots, "value");
 }
+
+namespace {
 
 void use_isa(std::string name) { use_level(name); }
 std::string isa() { return kernels().name; }

@@ -91,19 +91,26 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
     """`torch_native` with suffix queries; plugs into upstream's forward_decode/forward_extend."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan a forward; upstream calls it before the first layer."""
+        """Take note of a forward; upstream calls it before the first layer."""
         super().init_forward_metadata(forward_batch)
-        table = self.req_to_token_pool.req_to_token
-        seq_lens = forward_batch.seq_lens.tolist()
-        num_queries = [1] * len(seq_lens)
-        if not forward_batch.forward_mode.is_decode_or_idle():
-            num_queries = forward_batch.extend_seq_lens.tolist()
-        self._plan = [
-            RequestPlan(queries, table[row, :keys].to(torch.int64))
-            for row, keys, queries in zip(
-                forward_batch.req_pool_indices.tolist(), seq_lens, num_queries, strict=True
-            )
-        ]
+        self._forward_batch = forward_batch
+        self._requests: list[RequestPlan] | None = None
+
+    def _plan(self) -> list[RequestPlan]:
+        """What the layers of this forward share, made by the first one that asks."""
+        if self._requests is None:
+            batch, table = self._forward_batch, self.req_to_token_pool.req_to_token
+            seq_lens = batch.seq_lens.tolist()
+            num_queries = [1] * len(seq_lens)
+            if not batch.forward_mode.is_decode_or_idle():
+                num_queries = batch.extend_seq_lens.tolist()
+            self._requests = [
+                RequestPlan(queries, table[row, :keys].to(torch.int64))
+                for row, keys, queries in zip(
+                    batch.req_pool_indices.tolist(), seq_lens, num_queries, strict=True
+                )
+            ]
+        return self._requests
 
     def _run_sdpa_forward_extend(
         self, query: torch.Tensor, output: torch.Tensor, *args: Any, **kwargs: Any
@@ -114,7 +121,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         if kwargs["is_cross_attn"] or not causal:  # encoders: upstream's general path
             return super()._run_sdpa_forward_extend(query, output, *args, **kwargs)
         start = 0
-        for plan in self._plan:
+        for plan in self._plan():
             end = start + plan.num_queries
             is_prompt = window is None and plan.num_queries == len(plan.slots)
             output[start:end] = attend_suffix(

@@ -86,10 +86,14 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if kernels is None:
             logger.info("Packed %d linear weights for oneDNN.", packed)
             return
+        from sglang_dlite.platforms.fused_blocks import fuse_blocks
+
         register_fused_ops(kernels, self.get_dispatch_key_name())
+        fused = fuse_blocks(model, kernels)
         logger.info(
-            "Packed %d linear weights. Compiled kernels: %s, %d threads.",
+            "Packed %d linear weights, fused %d blocks. Compiled kernels: %s, %d threads.",
             packed,
+            fused,
             kernels.isa(),
             kernels.num_threads(),
         )

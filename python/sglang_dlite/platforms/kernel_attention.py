@@ -24,7 +24,7 @@ class KernelAttentionBackend(CpuAttentionBackend):
         self._kernel = kernels.attention
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Make what all layers of a forward share: int64 lengths, first rows, pool rows."""
+        """Make `plan`, which all layers share: table, pool rows, lengths, first rows."""
         super().init_forward_metadata(forward_batch)
         n = forward_batch.seq_lens.shape[0]
         starts = torch.zeros(n + 1, dtype=torch.int64)
@@ -32,9 +32,12 @@ class KernelAttentionBackend(CpuAttentionBackend):
             torch.arange(n + 1, out=starts)
         else:
             torch.cumsum(forward_batch.extend_seq_lens, 0, out=starts[1:])
-        self._query_starts = starts  # [n + 1]
-        self._seq_lens = forward_batch.seq_lens.to(torch.int64)  # [n]
-        self._pool_rows = forward_batch.req_pool_indices.to(torch.int64)  # [n]
+        self.plan = (
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices.to(torch.int64),  # [n]
+            forward_batch.seq_lens.to(torch.int64),  # [n]
+            starts,  # [n + 1]
+        )
 
     def forward_extend(
         self,
@@ -46,7 +49,7 @@ class KernelAttentionBackend(CpuAttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """q [rows, Hq * d], k [rows, Hkv, d], v [rows, Hkv, dv] -> [rows, Hq * dv]."""
-        if not self._served(layer, q.dtype):
+        if not self.serves(layer, q.dtype):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
 
@@ -60,11 +63,12 @@ class KernelAttentionBackend(CpuAttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """As `forward_extend`, with one row per request."""
-        if not self._served(layer, q.dtype):
+        if not self.serves(layer, q.dtype):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
 
-    def _served(self, layer: Any, dtype: torch.dtype) -> bool:
+    def serves(self, layer: Any, dtype: torch.dtype) -> bool:
+        """Whether the kernel does the attention of this RadixAttention."""
         return (
             layer.attn_type == AttentionType.DECODER
             and not layer.is_cross_attention
@@ -89,10 +93,7 @@ class KernelAttentionBackend(CpuAttentionBackend):
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            self._pool_rows,
-            self._seq_lens,
-            self._query_starts,
+            *self.plan,
             layer.scaling,
             window if window is not None and window > -1 else -1,
         )

@@ -22,10 +22,11 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang_dlite.platforms.kernels import compiled_kernels
 
 _PACKED = "_dlite_packed_linear"
+_PACKED_WEIGHT = "_dlite_packed_weight"
 
 # Without a matrix unit our kernel is made for few rows; oneDNN is faster on a prompt, whose rows
 # pay for its re-ordering of the weight.
-_MAX_ROWS_WITHOUT_MATRIX_UNIT = 64
+MAX_ROWS_WITHOUT_MATRIX_UNIT = 64
 
 # x [..., in], bias [out] or None -> [..., out], on the packed copy of one weight.
 PackedLinear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -35,16 +36,25 @@ def _pack(layers: Sequence[torch.nn.Module]) -> None:
     """Give each layer the packed form of its `weight` [out, in] bf16."""
     kernels = compiled_kernels()
     weights = [layer.weight.data for layer in layers]
-    functions: list[PackedLinear]
     if kernels is None:
-        functions = [_onednn_linear(weight) for weight in weights]
-    else:
-        functions = [
-            _kernel_linear(kernels, weight, packed)
-            for weight, packed in zip(weights, kernels.pack_linear_weights(weights), strict=True)
-        ]
-    for layer, function in zip(layers, functions, strict=True):
-        setattr(layer, _PACKED, function)
+        for layer, weight in zip(layers, weights, strict=True):
+            setattr(layer, _PACKED, _onednn_linear(weight))
+        return
+    old = [packed_weight(layer) for layer in layers]
+    if all(packed is not None for packed in old):  # after a weight update: in place
+        for weight, packed in zip(weights, old, strict=True):
+            kernels.repack_linear_weight(weight, packed)
+        return
+    for layer, weight, packed in zip(
+        layers, weights, kernels.pack_linear_weights(weights), strict=True
+    ):
+        setattr(layer, _PACKED_WEIGHT, packed)
+        setattr(layer, _PACKED, _kernel_linear(kernels, weight, packed))
+
+
+def packed_weight(layer: torch.nn.Module) -> torch.Tensor | None:
+    """A layer's weight as the compiled kernels read it; None where it has none."""
+    return layer.__dict__.get(_PACKED_WEIGHT)
 
 
 def _onednn_linear(weight: torch.Tensor) -> PackedLinear:
@@ -64,7 +74,7 @@ def _kernel_linear(kernels: Any, weight: torch.Tensor, packed: torch.Tensor) -> 
         return lambda x, bias: run(x, packed, out_features, bias)
 
     def linear(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if x.shape[:-1].numel() > _MAX_ROWS_WITHOUT_MATRIX_UNIT:
+        if x.shape[:-1].numel() > MAX_ROWS_WITHOUT_MATRIX_UNIT:
             return F.linear(x, weight, bias)
         return run(x, packed, out_features, bias)
 

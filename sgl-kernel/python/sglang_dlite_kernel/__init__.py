@@ -61,6 +61,20 @@ query_starts [n + 1] int64, scale, window or -1) -> [rows, Hq, dv]. With a windo
 w keys before itself and itself.
 """
 
+mlp = _ops.mlp.default
+"""down(silu(gate x) * up x) in one call.
+
+(x [rows, in] bf16, gate_up packed, its bias or None, its outputs, and the same three of down)
+"""
+
+attention_block = _ops.attention_block.default
+"""o_proj(attention(rotary(norm(qkv_proj x)))) in one call; K and V are written to their slots.
+
+(x [rows, in] bf16, qkv packed, its bias or None, Hq, query and key norm [d] or None, eps, positions
+[rows] int64, cos_sin, neox, slots [rows] int64, key_cache, value_cache, req_to_token,
+req_pool_indices, seq_lens, query_starts, scale, window, o packed, bias or None, outputs)
+"""
+
 
 def runnable_isas() -> list[str]:
     """The instruction sets that this CPU can run, best first."""

@@ -10,6 +10,9 @@
 #include "torch_args.h"
 
 namespace dlite {
+
+double PartTimer::seconds[kParts] = {};
+
 namespace {
 
 // x [..., size] as rows: elements between two of them, where the leading dimensions allow one.
@@ -67,6 +70,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t out_features,
   auto shape = x.sizes().vec();
   shape.back() = out_features;
   Tensor y = at::empty(shape, x.options());
+  const PartTimer timer(kLinear);
   kernels().linear({bf16_data(rows.tensor, "x"), rows.stride, bf16_data(packed, "packed"),
                     bias ? bf16_data(*bias, "bias") : nullptr, static_cast<bf16*>(y.data_ptr()),
                     out_features, rows.rows, in_features, out_features});
@@ -95,6 +99,7 @@ RmsNormArgs norm_args(const Rows& rows, const Tensor& weight, double eps, Tensor
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const Rows rows = as_rows(x, "x");
   Tensor y = at::empty(x.sizes(), x.options());
+  const PartTimer timer(kOther);
   kernels().rms_norm(norm_args(rows, weight, eps, y));
   return y;
 }
@@ -110,6 +115,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   RmsNormArgs args = norm_args(rows, weight, eps, y);
   args.residual = before.const_data_ptr();
   args.residual_out = after.data_ptr();
+  const PartTimer timer(kOther);
   kernels().rms_norm(args);
   return {y, after};
 }
@@ -131,6 +137,7 @@ void rotary_(const Tensor& positions, Tensor query, Tensor key, int64_t head_dim
   TORCH_CHECK(cos_sin.is_contiguous(), "cos_sin must be contiguous");
   check_same(key, query, "key");
   check_same(cos_sin, query, "cos_sin");
+  const PartTimer timer(kOther);
   kernels().rotary({positions.const_data_ptr<int64_t>(), cos_sin.const_data_ptr(),
                     query.data_ptr(), query.stride(0), query.size(1) / head_dim, key.data_ptr(),
                     key.stride(0), key.size(1) / head_dim, rows, head_dim, rotary_dim, neox,
@@ -146,6 +153,7 @@ Tensor silu_and_mul(const Tensor& x) {
   shape.back() /= 2;
   Tensor y = at::empty(shape, x.options());
   const int64_t size = shape.back();
+  const PartTimer timer(kOther);
   kernels().silu_and_mul({source.const_data_ptr(), y.data_ptr(), size == 0 ? 0 : y.numel() / size,
                           size, dtype_of(x, "x")});
   return y;
@@ -186,6 +194,7 @@ Tensor attention(const Tensor& query, const Tensor& key_cache, const Tensor& val
                 pool[i], ", req_to_token has ", req_to_token.size(0), " rows");
   }
   Tensor out = at::empty({rows, heads, value_cache.size(2)}, query.options());
+  const PartTimer timer(kAttention);
   kernels().attention({query.const_data_ptr(), query.stride(0), key_cache.const_data_ptr(),
                        value_cache.const_data_ptr(), req_to_token.const_data_ptr<int32_t>(),
                        req_to_token.stride(0), pool, lens, starts, requests, out.data_ptr(), heads,
@@ -218,11 +227,18 @@ void store_rows(const Tensor& rows, const Tensor& cache, const Tensor& slots, co
 
 void store_kv(const Tensor& key, const Tensor& value, const Tensor& slots, Tensor key_cache,
               Tensor value_cache) {
+  const PartTimer timer(kAttention);
   store_rows(key, key_cache, slots, "key");
   store_rows(value, value_cache, slots, "value");
 }
 
 namespace {
+
+std::vector<double> take_seconds() {
+  std::vector<double> taken(PartTimer::seconds, PartTimer::seconds + kParts);
+  std::fill(PartTimer::seconds, PartTimer::seconds + kParts, 0.0);
+  return taken;
+}
 
 void use_isa(std::string name) { use_level(name); }
 std::string isa() { return kernels().name; }
@@ -234,6 +250,7 @@ int64_t threads() { return num_threads(); }
 TORCH_LIBRARY(sglang_dlite_kernel, m) {
   m.def("isa() -> str", &isa);
   m.def("runnable_isas() -> str", &runnable_levels);
+  m.def("take_seconds() -> float[]", &take_seconds);
   m.def("use_isa(str name) -> ()", &use_isa);
   m.def("has_matrix_unit() -> bool", &has_matrix_unit);
   m.def("num_threads() -> int", &threads);

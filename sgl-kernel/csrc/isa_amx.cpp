@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "thread_pool.h"
+#include "weight_order.h"
 
 // After the headers: their inline functions must stay those of the baseline.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma")

@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "thread_pool.h"
+#include "weight_order.h"
 
 // After the headers: their inline functions must stay those of the baseline.
 #pragma GCC target("avx2,fma")

@@ -21,6 +21,7 @@ template <typename Body>
 void for_groups(const LinearArgs& a, int64_t row_chunks, const Body& body) {
   const int64_t bytes = kGroupColumns * round_up(a.in_features, kStepInputs) * sizeof(bf16);
   const int64_t groups = (a.out_features + kGroupColumns - 1) / kGroupColumns;
+  weights_begin(a.packed, groups * bytes);
   const int64_t by_size = 131072 / bytes, by_threads = groups / (4 * num_threads());
   const int64_t smaller = by_size < by_threads ? by_size : by_threads;
   const int64_t step = smaller > 0 ? smaller : 1, ranges = (groups + step - 1) / step;

@@ -55,13 +55,16 @@ struct Loop {
   void (*body)(void*, int64_t);
   void* context;
   int64_t chunks;
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> claimed{0};
+  std::atomic<int64_t> back{0};
 };
+
+constexpr int64_t kPrefetchBytes = 1 << 20;  // half of a second-level cache, per helper
 
 class Team {
  public:
   explicit Team(int threads) {
-    for (int i = 1; i < threads; ++i) std::thread([this] { help(); }).detach();
+    for (int i = 1; i < threads; ++i) std::thread([this, i] { help(i - 1); }).detach();
     size_ = threads;
   }
 
@@ -80,7 +83,9 @@ class Team {
         syscall(SYS_futex, &generation_, FUTEX_WAKE_PRIVATE, size_, nullptr, nullptr, 0);
       }
     }
-    work(loop);
+    // The caller takes chunks from the front, helpers from the back: each of the two sees
+    // neighbouring memory, and a helper can know which memory it will want next.
+    for (int64_t chunk = 0; loop.claimed.fetch_add(1) < chunks; ++chunk) body(context, chunk);
     if (alone) return;
     current_.store(nullptr);
     for (int spins = 0; users_.load() != 0; ++spins) {
@@ -89,14 +94,19 @@ class Team {
     busy_.unlock();
   }
 
+  void expect(const void* data, int64_t bytes) {
+    expected_bytes_.store(bytes);
+    expected_.store(static_cast<const char*>(data));
+  }
+
  private:
   static void work(Loop& loop) {
-    for (int64_t chunk; (chunk = loop.next.fetch_add(1)) < loop.chunks;) {
-      loop.body(loop.context, chunk);
+    while (loop.claimed.fetch_add(1) < loop.chunks) {
+      loop.body(loop.context, loop.chunks - 1 - loop.back.fetch_add(1));
     }
   }
 
-  void help() {
+  void help(int index) {
     uint32_t seen = 0;
     for (;;) {
       wait_for_change(seen);
@@ -106,6 +116,20 @@ class Team {
       users_.fetch_add(1);
       if (Loop* loop = current_.load()) work(*loop);
       users_.fetch_sub(1);
+      prefetch_expected(index, seen);
+    }
+  }
+
+  // Until the next loop begins: the end of what it will read, a part for each helper.
+  void prefetch_expected(int index, uint32_t seen) {
+    const char* data = expected_.load();
+    if (data == nullptr) return;
+    const char* end = data + expected_bytes_.load() - index * kPrefetchBytes;
+    const char* begin = end - data > kPrefetchBytes ? end - kPrefetchBytes : data;
+    for (const char* p = end; p > begin; p -= 4096) {
+      if (generation_.load(std::memory_order_relaxed) != seen) return;
+      for (int64_t line = 64; line <= 4096 && p - line >= begin; line += 64)
+        _mm_prefetch(p - line, _MM_HINT_T1);
     }
   }
 
@@ -133,6 +157,8 @@ class Team {
   std::atomic<uint32_t> generation_{0};
   std::atomic<int> users_{0};
   std::atomic<int> sleeping_{0};
+  std::atomic<const char*> expected_{nullptr};
+  std::atomic<int64_t> expected_bytes_{0};
 };
 
 Team& team() {
@@ -154,6 +180,8 @@ int num_threads() { return team().size(); }
 void parallel_chunks(int64_t chunks, void (*body)(void*, int64_t), void* context) {
   if (chunks > 0) team().run(chunks, body, context);
 }
+
+void expect_next(const void* data, int64_t bytes) { team().expect(data, bytes); }
 
 void* thread_scratch(int slot, int64_t bytes) {
   thread_local Scratch slots[4];

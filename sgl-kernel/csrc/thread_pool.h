@@ -25,6 +25,10 @@ void parallel_for(int64_t chunks, const Body& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
+// Names memory that the loop after the coming one will read; null where that is not known. Helpers
+// that wait for it fetch its end into their caches: between two operators the memory is idle.
+void expect_next(const void* data, int64_t bytes);
+
 // Memory of the calling thread, 64-byte aligned, kept and grown from call to call; slot 0..3 are
 // separate buffers. The content does not survive the next request for the same slot.
 void* thread_scratch(int slot, int64_t bytes);

@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <chrono>
+
 #include "kernels.h"
 
 namespace dlite {
@@ -33,6 +35,24 @@ inline const int64_t* int64_data(const Tensor& tensor, int64_t count, const char
               name, " must be ", count, " contiguous int64 on the CPU");
   return tensor.const_data_ptr<int64_t>();
 }
+
+// Seconds spent in the kernels of each kind, in all threads' calls together; for `sglang-dlite
+// profile`. Two clock reads a call are not noticed.
+enum Part { kLinear, kAttention, kOther, kParts };
+
+class PartTimer {
+ public:
+  explicit PartTimer(Part part) : part_(part), start_(std::chrono::steady_clock::now()) {}
+  ~PartTimer() {
+    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start_;
+    seconds[part_] += spent.count();
+  }
+  static double seconds[kParts];
+
+ private:
+  Part part_;
+  std::chrono::steady_clock::time_point start_;
+};
 
 // The operators that other operators are made of (bindings.cpp).
 Tensor linear(const Tensor& x, const Tensor& packed, int64_t out_features,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-PARTS = ("linear", "attention", "other", "sampling")
+KERNEL_PARTS = ("linear", "attention", "other")  # in the order of the kernels' own counters
+PARTS = (*KERNEL_PARTS, "sampling")
 
 
 class Split(NamedTuple):
@@ -31,10 +32,14 @@ class Split(NamedTuple):
 
 
 class PartClock:
-    """Seconds spent in each part; a timed function inside another counts for the outer one."""
+    """Seconds spent in each part; a timed function inside another counts for the outer one.
 
-    def __init__(self) -> None:
+    `kernels`, where given, count their own parts.
+    """
+
+    def __init__(self, kernels: ModuleType | None = None) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._kernels = kernels
         self._inside = False
 
     def time(self, owner: Any, name: str, part: str) -> None:
@@ -57,6 +62,8 @@ class PartClock:
 
     def take(self) -> dict[str, float]:
         """The milliseconds since the last call, by part."""
+        if self._kernels is not None:
+            self.seconds |= zip(KERNEL_PARTS, self._kernels.take_seconds(), strict=True)
         taken = {part: 1000 * seconds for part, seconds in self.seconds.items()}
         self.seconds = dict.fromkeys(PARTS, 0.0)
         return taken
@@ -109,13 +116,15 @@ def clock_parts() -> PartClock:
     from sglang.srt.layers.sampler import Sampler
 
     from sglang_dlite.platforms.attention import CpuAttentionBackend
+    from sglang_dlite.platforms.kernels import compiled_kernels
     from sglang_dlite.platforms.packed_linear import PackedLinearMethod
 
-    clock = PartClock()
-    clock.time(PackedLinearMethod, "apply", "linear")
-    clock.time(CpuAttentionBackend, "forward", "attention")
-    clock.time(BaseFusedOp, "forward", "other")
+    clock = PartClock(compiled_kernels())
     clock.time(Sampler, "forward", "sampling")
+    if compiled_kernels() is None:
+        clock.time(PackedLinearMethod, "apply", "linear")
+        clock.time(CpuAttentionBackend, "forward", "attention")
+        clock.time(BaseFusedOp, "forward", "other")
     return clock
 
 
@@ -148,7 +157,6 @@ def kv_bytes(runner: Any, batch: int, context: int) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Print one row per batch size and context."""
-    os.environ.setdefault("SGLANG_LOGGING_CONFIG_PATH", "")
     from sglang_dlite.embedded_model import prepare_embedded_model
     from sglang_dlite.platforms.kernels import compiled_kernels
 

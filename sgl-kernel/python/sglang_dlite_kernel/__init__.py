@@ -31,6 +31,9 @@ has_matrix_unit = _ops.has_matrix_unit.default
 num_threads = _ops.num_threads.default
 """() -> threads of a call, the caller included."""
 
+take_seconds = _ops.take_seconds.default
+"""() -> seconds spent in linear, attention and other kernels since the last call of this."""
+
 linear = _ops.linear.default
 """(x [..., in] bf16, packed, out_features, bias [out] bf16 or None) -> [..., out] bf16."""
 

@@ -55,7 +55,8 @@ struct Attention {
   }
 
   void run() const {
-    // Work is a list of (request, block, K/V head, split); splits of one block are neighbours.
+    // Work is a list of (request, block, split), all K/V heads of it; splits of one block are
+    // neighbours. A row of the cache holds all heads: one thread then reads whole rows.
     // `starts` [requests + 1] counts the entries before each request.
     int64_t* starts = static_cast<int64_t*>(thread_scratch(2, (a.requests + 1) * sizeof(int64_t)));
     starts[0] = 0;
@@ -65,25 +66,32 @@ struct Attention {
         const Block block = block_of(i, 0, b);
         units += end_split(block) - first_split(block);
       }
-      starts[i + 1] = starts[i] + units * a.num_kv_heads;
+      starts[i + 1] = starts[i] + units;
     }
     const int64_t units = starts[a.requests];
     const int64_t part = Softmax::floats(rows_limit(), value_width);
     // Splits are handed out one by one only where blocks alone would not keep the team busy.
     const bool split_work = units < kUnitsPerThread * num_threads();
     if (!split_work) return run_blocks();
-    float* parts = static_cast<float*>(thread_scratch(3, units * part * sizeof(float)));
+    float* parts = static_cast<float*>(thread_scratch(3, units * a.num_kv_heads * part * sizeof(float)));
+    const int64_t heads = a.num_kv_heads;
     parallel_for(units, [&](int64_t unit) {
-      const Place place = find(starts, unit);
-      add_split(place.block, place.split, Softmax::at(parts + unit * part, shape.padded_rows(place.block)));
+      Place place = find(starts, unit);
+      for (int64_t h = 0; h < heads; ++h) {
+        place.block.kv_head = h;
+        add_split(place.block, place.split,
+                  Softmax::at(parts + (unit * heads + h) * part, shape.padded_rows(place.block)));
+      }
     });
-    parallel_for(units, [&](int64_t unit) {
-      const Place place = find(starts, unit);
+    parallel_for(units * heads, [&](int64_t index) {
+      const int64_t unit = index / heads;
+      Place place = find(starts, unit);
       if (place.split != first_split(place.block)) return;
+      place.block.kv_head = index % heads;
       const int64_t count = shape.padded_rows(place.block);
-      const Softmax total = Softmax::at(parts + unit * part, count);
+      const Softmax total = Softmax::at(parts + index * part, count);
       for (int64_t i = 1; i < end_split(place.block) - place.split; ++i)
-        merge(total, Softmax::at(parts + (unit + i) * part, count), count, value_width);
+        merge(total, Softmax::at(parts + (index + i * heads) * part, count), count, value_width);
       write(place.block, total);
     });
   }
@@ -103,13 +111,10 @@ struct Attention {
     while (starts[request + 1] <= unit) ++request;
     unit -= starts[request];
     for (int64_t b = 0;; ++b) {
-      Block block = block_of(request, 0, b);
+      const Block block = block_of(request, 0, b);
       const int64_t splits = end_split(block) - first_split(block);
-      if (unit < splits * a.num_kv_heads) {
-        block.kv_head = unit / splits;
-        return {block, first_split(block) + unit % splits};
-      }
-      unit -= splits * a.num_kv_heads;
+      if (unit < splits) return {block, first_split(block) + unit};
+      unit -= splits;
     }
   }
 

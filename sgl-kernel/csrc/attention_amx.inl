@@ -95,17 +95,18 @@ struct MatrixBlocks {
     }
   }
 
-  // The next block's rows: their lines are scattered, so that the hardware does not foresee them.
+  // The next block's rows, of all heads: the first head's turn fetches them for the others too.
   void prefetch_keys(const Block& block, int64_t begin, int64_t end) const {
+    if (block.kv_head != 0) return;
     const int64_t stop = begin + kKeyBlock < end ? begin + kKeyBlock : end;
     for (int64_t k = begin; k < stop; ++k) {
-      prefetch_row(shape.key(block, k), shape.a.head_dim);
-      prefetch_row(shape.value(block, k), shape.a.value_dim);
+      prefetch_row(shape.key(block, k), shape.a.num_kv_heads * shape.a.head_dim);
+      prefetch_row(shape.value(block, k), shape.a.num_kv_heads * shape.a.value_dim);
     }
   }
 
   static void prefetch_row(const bf16* row, int64_t size) {
-    for (int64_t i = 0; i < size; i += 32) _mm_prefetch(row + i, _MM_HINT_T0);
+    for (int64_t i = 0; i < size; i += 32) _mm_prefetch(row + i, _MM_HINT_T1);
   }
 
   // Four accumulators at a time, here and below: one alone waits 52 cycles for each product.
@@ -272,6 +273,7 @@ struct MatrixBlocks {
     const int64_t count = shape.rows(block), tiles = (count + kLanes - 1) / kLanes;
     const Memory m = memory(shape.a, tiles);
     configure(kTileRows);
+    prefetch_keys(block, begin, end);
     load_queries(block, tiles, m.queries);
     for (int64_t k = begin; k < end; k += kKeyBlock) {
       const int64_t stop = k + kKeyBlock < end ? k + kKeyBlock : end;

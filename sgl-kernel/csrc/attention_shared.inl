@@ -6,7 +6,7 @@
 // verify row and a decode step over the same context agree bit for bit.
 
 constexpr int64_t kKeyBlock = 64;
-constexpr int64_t kSplitKeys = 512;  // a split is done by one thread, splits are merged in order
+constexpr int64_t kSplitKeys = 256;  // a split is done by one thread, splits are merged in order
 constexpr int64_t kMaxRows = 32;      // rows of a block: queries x query heads of one K/V head
 
 // The running softmax of `rows` rows (a multiple of 16: whole tiles): largest score, sum of weights,

@@ -76,6 +76,30 @@ def test_a_cached_batch_is_the_online_one(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "layers,drafts,top_k,window",
+    [((0, 3), 4, 5, 6), ((3, 0, 1), 2, 5, 0), ((0, 1, 3), 4, 2, 3), ((1,), 1, 1, 2)],
+)
+def test_a_cache_serves_drafters_that_need_less(
+    target: Path, data_folder: Path, frozen, tmp_path: Path, layers, drafts, top_k, window
+) -> None:
+    folder = cache_states(_config(target, data_folder, tmp_path / "c"))
+    replies = load_replies([data_folder], VOCAB)
+    spec = AnchorSpec(layers, 1, drafts, top_k, window)
+    cached, online = CachedStates(folder, replies, spec), OnlineStates(frozen, replies)
+    picks = [Pick(i, cached.places(r)[1:4]) for i, r in enumerate(replies) if r.length > 6]
+    a, b = cached.batch(picks, spec), online.batch(picks, spec)
+    assert len(a.labels) > 20 and torch.equal(a.labelled, b.labelled)
+    torch.testing.assert_close(a.pivot_states.float(), b.pivot_states, atol=0.05, rtol=0.01)
+    assert torch.equal(a.law.ids[a.labelled][:, 0], b.law.ids[a.labelled][:, 0])
+    assert a.law.ids.shape == b.law.ids.shape
+    if window:
+        torch.testing.assert_close(
+            a.window.features[a.window.index].float(), b.window.features[b.window.index],
+            atol=0.05, rtol=0.01,
+        )  # fmt: skip
+
+
 def test_only_what_the_anchors_need_is_stored(target: Path, data_folder: Path, tmp_path) -> None:
     folder = cache_states(_config(target, data_folder, tmp_path / "c", window=False))
     replies = load_replies([data_folder], VOCAB)
@@ -129,10 +153,15 @@ def test_a_cache_for_something_else_is_refused(target: Path, data_folder: Path, 
     config = _config(target, data_folder, tmp_path / "c", window=False)
     cache_states(config)
     replies = load_replies([data_folder], VOCAB)
-    with pytest.raises(CacheError, match=r"target_layer_ids is \(0, 3\), the cache was made for"):
-        CachedStates(tmp_path / "c", replies, AnchorSpec((0, 3), 2, 4, 5))
-    with pytest.raises(CacheError, match=r"model.window is 6, the cache was made for 0"):
-        CachedStates(tmp_path / "c", replies, _spec(6))
+    with pytest.raises(CacheError, match=r"needs target layers \[2\], the cache holds"):
+        CachedStates(tmp_path / "c", replies, AnchorSpec((0, 2), 2, 4, 5))
+    for spec, message in (
+        (_spec(6), r"model.window.* is 6, the cache was made for 0"),
+        (AnchorSpec(LAYER_IDS, 2, 5, 5), r"block_size - 1 is 5, the cache was made for 4"),
+        (AnchorSpec(LAYER_IDS, 2, 4, 6), r"top_k is 6, the cache was made for 5"),
+    ):
+        with pytest.raises(CacheError, match=message):
+            CachedStates(tmp_path / "c", replies, spec)
     with pytest.raises(CacheError, match="anchors_per_reply is 6, now 7"):
         cache_states(
             _config(target, data_folder, tmp_path / "c", False, cached_anchors_per_reply=7)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from sglang_dlite.training.config import TrainConfig
+from sglang_dlite.training.config import TrainConfig, TrainConfigError, load_config
 
 _COMMIT_EVERY = 16  # replies
 
@@ -20,21 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sglang_dlite.drafter import DrafterConfigError
-    from sglang_dlite.training.config import TrainConfigError, load_config
-    from sglang_dlite.training.dataset import DatasetError
-    from sglang_dlite.training.prompts import parse_share
-    from sglang_dlite.training.state_cache import CacheError
-    from sglang_dlite.training.storage import StorageError
-    from sglang_dlite.training.targets import TargetError
+    from sglang_dlite.training.prompts import PromptError, parse_share
+    from sglang_dlite.training.train import ERRORS
 
     try:
         share, shares = parse_share(args.share)
         folder = cache_states(load_config(args.config, args.overrides), share, shares)
-    except (
-        TrainConfigError, DatasetError, CacheError, StorageError, TargetError, DrafterConfigError,
-        ValueError,
-    ) as error:  # fmt: skip
+    except (*ERRORS, PromptError) as error:
         print(f"cache-states: {error}", file=sys.stderr)
         return 1
     print(folder)
@@ -62,13 +55,20 @@ def cache_states(config: TrainConfig, share: int = 0, shares: int = 1) -> Path:
     from sglang_dlite.training.targets import FrozenTarget, drafter_config, target_path
 
     if not config.data.top_k:
-        raise ValueError("data.top_k = 0: the cache keeps the likeliest tokens only; set it")
+        raise TrainConfigError("data.top_k = 0: the cache keeps the likeliest tokens only; set it")
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     target = FrozenTarget.load(config.target, pick_device(config.run.device))
     shape = drafter_config(target.shape, config.model)
     window = config.model.window if config.needs_teacher or config.stages.teacher else 0
     spec = AnchorSpec.of(shape, config.data.top_k, window)
+    if config.data.cached_layer_ids:
+        spec = replace(spec, layer_ids=config.data.cached_layer_ids)
+        if max(spec.layer_ids) >= target.shape.num_hidden_layers:
+            raise TrainConfigError(
+                f"data.cached_layer_ids = {list(spec.layer_ids)}: the target's layers are "
+                f"0..{target.shape.num_hidden_layers - 1}"
+            )
     replies = load_replies([Path(f) for f in config.data.replies], target.shape.vocab_size)
     source = OnlineStates(target, replies)
     folder = Path(config.data.cache)

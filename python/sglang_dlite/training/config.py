@@ -41,9 +41,11 @@ class DataSection:
     held_out_percent: float = 3.0  # share of the sessions that is only evaluated on
     max_tokens: int = 8192  # prompt + reply; longer ones are left out
     min_reply_tokens: int = 2  # an anchor needs a label
+    drop_looping: bool = False  # leave out replies that repeat themselves (reply_kinds.py)
     states: str = "online"  # online: a target forward per batch; cache: written by `cache-states`
     cache: str = "work/states"  # folder of the cache
     cached_anchors_per_reply: int = 256
+    cached_layer_ids: tuple[int, ...] = ()  # more than the drafter's, for drafters to come
     top_k: int = 0  # target law on its likeliest top_k tokens, renormalised; 0: all of it
 
 
@@ -57,6 +59,7 @@ class ModelSection:
     group_size: int = 2  # G
     pivot_states: int = 8  # S, placed by the release's rule
     target_layer_ids: tuple[int, ...] = ()  # instead of the rule
+    intermediate_size: int | None = None  # of the MLPs; None: the target's
     mask_token_id: int = 4  # a vocabulary row that text never produces
     warm_start: bool = True  # from the target's weights
     window: int = 32  # W of the teacher

@@ -19,6 +19,7 @@ from sglang_dlite.training.dataset import fingerprint, load_replies
 from sglang_dlite.training.distributed import World
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.provenance import write_provenance
+from sglang_dlite.training.reply_kinds import is_looping
 from sglang_dlite.training.run_folder import copy_for_serving, load_teacher
 from sglang_dlite.training.schedule import Sampler, Stage, plan_stages
 from sglang_dlite.training.simulate import EvalSet, simulate_folders
@@ -41,7 +42,9 @@ def pick_device(name: str) -> str:
 
 
 def usable(reply: Reply, data: DataSection) -> bool:
-    """Whether a reply is of a length to be used."""
+    """Whether a reply is of a length, and of a kind, to be used."""
+    if data.drop_looping and is_looping(reply.reply_ids.tolist()):
+        return False
     tokens = len(reply.prompt_ids) + reply.length
     return reply.length >= max(2, data.min_reply_tokens) and tokens <= data.max_tokens
 
@@ -184,7 +187,7 @@ class Session:
         config = self.config
         loss = config.teacher_loss if name == "teacher" else config.loss
         data = asdict(config.data)
-        for key in ("replies", "cache"):  # where, not what
+        for key in ("replies", "cache", "cached_layer_ids"):  # where, not what
             del data[key]
         value = {
             "model": asdict(config.model),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -192,23 +192,32 @@ class _Entry:
 
 
 class CachedStates:
-    """A `StateSource` that reads a cache. Replies that it lacks have no places."""
+    """A `StateSource` that reads a cache. Replies that it lacks have no places.
+
+    A cache serves any drafter that needs no more than it holds: fewer target layers, drafts, top
+    tokens, or a smaller window.
+    """
 
     def __init__(self, folder: Path, replies: Sequence[Reply], spec: AnchorSpec) -> None:
-        """Raises `CacheError` where the cache was made for another drafter."""
+        """Raises `CacheError` where the cache does not hold what `spec` needs."""
         self.replies, self.format = replies, CacheFormat.read(folder)
-        for name, mine, theirs in (
-            ("the drafter's target_layer_ids", spec.layer_ids, self.format.target_layer_ids),
-            ("the number of drafts", spec.num_drafts, self.format.num_drafts),
-            ("data.top_k", spec.top_k, self.format.top_k),
-        ):
-            if mine != theirs:
-                raise CacheError(f"{folder}: {name} is {mine}, the cache was made for {theirs}")
-        if spec.window and spec.window != self.format.window:
+        lacking = sorted(set(spec.layer_ids) - set(self.format.target_layer_ids))
+        if lacking:
             raise CacheError(
-                f"{folder}: model.window is {spec.window}, the cache was made for "
-                f"{self.format.window}: run cache-states with the teacher's stages switched on"
+                f"{folder}: the drafter needs target layers {lacking}, the cache holds "
+                f"{list(self.format.target_layer_ids)}. Set data.cached_layer_ids to all that are "
+                "wanted, data.cache to a new folder, and run cache-states."
             )
+        for name, mine, held in (
+            ("model.block_size - 1", spec.num_drafts, self.format.num_drafts),
+            ("data.top_k", spec.top_k, self.format.top_k),
+            ("model.window, where a teacher is used,", spec.window, self.format.window),
+        ):
+            if mine > held:
+                raise CacheError(
+                    f"{folder}: {name} is {mine}, the cache was made for {held}. Set data.cache to "
+                    "a new folder, and run cache-states with these settings."
+                )
         self._entries: dict[str, _Entry] = {}
         for lines in sorted(folder.glob("*.jsonl")):
             arrays = {
@@ -238,12 +247,16 @@ class CachedStates:
     def _one(self, pick: Pick, spec: AnchorSpec) -> AnchorBatch:
         reply = self.replies[pick.reply]
         entry = self._entries[reply.id]
-        stored = ReplyStates(reply, entry.places, spec)  # what the arrays' rows are
+        held = replace(spec, num_drafts=self.format.num_drafts, window=self.format.window)
+        stored = ReplyStates(reply, entry.places, held)  # what the arrays' rows are
         wanted = ReplyStates(reply, pick.places, spec)
-        states = entry.rows("states")[np.searchsorted(entry.places, pick.places)]
+        rows = np.searchsorted(entry.places, pick.places)
+        states = entry.rows("states")[rows]
+        if spec.layer_ids != self.format.target_layer_ids:
+            states = states[:, [self.format.target_layer_ids.index(i) for i in spec.layer_ids]]
         laws = np.searchsorted(stored.laws, wanted.laws)
-        ids = torch.from_numpy(entry.rows("topids")[laws]).long()
-        logprobs = torch.from_numpy(entry.rows("toplogp")[laws])
+        ids = torch.from_numpy(entry.rows("topids")[laws][:, : spec.top_k]).long()
+        logprobs = torch.from_numpy(entry.rows("toplogp")[laws][:, : spec.top_k])
         features = None
         if spec.window:
             seen = np.searchsorted(stored.seen, wanted.seen)

@@ -122,7 +122,7 @@ def drafter_config(shape: TargetShape, model: ModelSection) -> DLiteConfig:
         num_attention_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=model.intermediate_size or shape.intermediate_size,
         vocab_size=shape.vocab_size,
         rms_norm_eps=shape.rms_norm_eps,
         rope_theta=shape.rope_theta,

@@ -60,7 +60,8 @@ def warm_start(drafter: DLiteDrafter, target: Any, hiddens: Tensor) -> None:
     for mine, theirs in zip(drafter.layers[-len(layers) :], layers, strict=True):
         source = theirs.state_dict()
         for name, weight in mine.state_dict().items():
-            if name in source:  # q_norm and k_norm stay at one where the target has none
+            # q_norm and k_norm stay at one where the target has none, a narrower MLP stays fresh.
+            if name in source and source[name].shape == weight.shape:
                 weight.copy_(source[name])
     drafter.norm.weight.copy_(target.model.norm.weight)
     drafter.context_norm.weight.copy_(

@@ -174,9 +174,12 @@ def test_shares_divide_the_prompts(target: Path, tmp_path: Path, serve) -> None:
         more = ("--prompts", prompts, "--share", share, "--format", "parquet", "--shard-size", "2")
         assert command.run(_args(target, tmp_path / "out", *more)) == 0
     assert len(_by_id(tmp_path / "out")) == 7
+    idle = serve(FakeEngine())  # another number of shares: nothing is left to do
+    more = ("--prompts", prompts, "--share", "0/1", "--format", "parquet")
+    assert command.run(_args(target, tmp_path / "out", *more)) == 0 and not idle.asked
     assert list((tmp_path / "out").glob("*.parquet"))
     runs = Description.read(tmp_path / "out").provenance
-    assert [run["arguments"]["share"] for run in runs] == ["0/2", "1/2"]
+    assert [run["arguments"]["share"] for run in runs] == ["0/2", "1/2", "0/1"]
 
 
 def test_evaluation_prompts_are_left_out(target: Path, tmp_path: Path, serve) -> None:

@@ -147,6 +147,11 @@ def test_shares_together_hold_every_reply(target: Path, data_folder: Path, tmp_p
     replies = load_replies([data_folder], VOCAB)
     cached = CachedStates(tmp_path / "c", replies, _spec(0))
     assert all(len(cached.places(reply)) for reply in replies if reply.length > 1)
+    before = {path: path.stat().st_size for path in (tmp_path / "c").glob("part-*")}
+    cache_states(config)  # another number of shares: nothing is left to do
+    after = {path: path.stat().st_size for path in (tmp_path / "c").glob("part-*")}
+    assert before == {path: after[path] for path in before}
+    assert not any(size for path, size in after.items() if path not in before)
 
 
 def test_a_cache_for_something_else_is_refused(target: Path, data_folder: Path, tmp_path) -> None:

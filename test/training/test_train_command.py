@@ -181,6 +181,18 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(frozen) -> None:
     assert 0.5 < estimated / sum(kept.values()) < 2
 
 
+def test_options_may_stand_between_overrides_but_must_be_known(capsys) -> None:
+    meta = ["run.device=meta", "--dry-run", "model.rank=16"]
+    assert main(["train", "qwen3_4b", *meta]) == 0
+    small = capsys.readouterr().err
+    assert main(["train", "qwen3_4b", "--dry-run", "run.device=meta"]) == 0
+    assert small != capsys.readouterr().err
+    for arguments in (["train", "qwen3_4b", "--nope"], ["check", "run.device=meta"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_bad_input_is_reported(target: Path, data_folder: Path, tmp_path: Path, capsys) -> None:
     path = str(_write(tmp_path / "c.yaml", target, data_folder, tmp_path / "run"))
     gpt = tmp_path / "gpt"

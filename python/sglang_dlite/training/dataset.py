@@ -106,7 +106,7 @@ class ReplyWriter:
         for path in _shards(folder, f"{share}-*"):
             if path.suffix == ".jsonl" and path.with_suffix(".parquet").exists():
                 path.unlink()  # converted, but killed before it was removed
-                continue
+        for path in _shards(folder):  # of all shares: the number of shares may change
             for record in _read_shard(path):
                 self.done[record["id"]] = record
         last = [path for path in _shards(folder, f"{share}-*") if path.suffix == ".jsonl"][-1:]

@@ -8,7 +8,7 @@ import torch
 
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, HistoryAwareDrafter
 from sglang_dlite.training.config import TrainConfig
-from sglang_dlite.training.losses import ROWS
+from sglang_dlite.training.losses import block_rows
 from sglang_dlite.training.targets import TargetShape
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -66,7 +66,9 @@ def estimate(config: TrainConfig, target: TargetShape, drafter: DLiteConfig) -> 
     width = 4 if not config.run.bf16 else 2
     law = (4 + 2) * (config.data.top_k or 48)
     states = 2 * drafter.num_pivot_states * drafter.hidden_size
-    block = ROWS * drafter.vocab_size
+    device = "cpu" if config.run.device == "cpu" else "cuda"  # the larger blocks, if in doubt
+    whole_law = not config.data.top_k
+    block = drafter.vocab_size * block_rows(drafter.vocab_size, whole_law, device)
     return Estimate(
         drafter_parameters=drafter_size,
         teacher_parameters=teacher_size,
@@ -76,7 +78,7 @@ def estimate(config: TrainConfig, target: TargetShape, drafter: DLiteConfig) -> 
         anchors=anchors,
         activations=width * anchors * _activations(drafter, window),
         # q and its gradient in the compute dtype; the whole law needs fp32 copies of both.
-        loss_block=block * (2 * width if config.data.top_k else width + 6 * 4),
+        loss_block=block * (width + 6 * 4 if whole_law else 2 * width),
         cached_per_anchor=states + drafter.num_drafts * law,
         cached_per_history_token=2 * 3 * drafter.hidden_size,
         states_per_token=states,

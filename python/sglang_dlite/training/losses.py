@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ROWS = 512  # rows at a time; memory is O(ROWS * V) of the compute dtype
+_TOP_ROWS = 512
+_DENSE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # a CPU wants its temporaries in the caches
+
+
+def block_rows(vocab_size: int, whole_law: bool, device: str) -> int:
+    """Rows at a time; the losses' memory is O(rows * V)."""
+    return max(16, _DENSE_ELEMENTS[device] // vocab_size) if whole_law else _TOP_ROWS
 
 
 class Weights(NamedTuple):
@@ -174,7 +180,7 @@ def draft_losses(
     weights: Tensor,
     factors: Weights,
     dtype: torch.dtype = torch.bfloat16,
-    rows: int = ROWS,
+    rows: int | None = None,
 ) -> DraftLosses:
     """CE, TV and KL of N drafts, and their weighted sum.
 
@@ -182,6 +188,8 @@ def draft_losses(
     (or the target's lm_head [V, h]); labels [N] int64; law: p, None where only CE is wanted;
     weights [N] fp32. Products are in `dtype`, with float32 all of it is exact to rounding.
     """
+    if rows is None:
+        rows = block_rows(len(head), not isinstance(law, TopP), u.device.type)
     if law is None and (factors.tv or factors.kl):
         raise ValueError("TV and KL need a law")
     total, ce, tv, kl = _FusedDraftLoss.apply(u, head, labels, law, weights, factors, dtype, rows)

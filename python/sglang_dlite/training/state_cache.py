@@ -102,7 +102,9 @@ class CacheWriter:
         fmt.bind(folder)
         self._fmt, self._stem = fmt, folder / part
         records = read_lines(self._stem.with_suffix(".jsonl"))
-        self.done = {record["id"] for record in records}
+        self.done = {  # of all parts: the number of shares may change
+            record["id"] for lines in folder.glob("*.jsonl") for record in read_lines(lines)
+        }
         self._rows = {
             kind: sum(_row_counts(record)[kind] for record in records) for kind in fmt.kinds
         }

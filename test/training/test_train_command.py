@@ -133,6 +133,26 @@ def test_a_dry_run_writes_a_drafter_that_loads(
         assert torch.equal(drafter.norm.weight, norm)
 
 
+@pytest.mark.slow
+@pytest.mark.server
+def test_the_drafter_of_a_dry_run_serves(
+    target: Path, data_folder: Path, tmp_path: Path, hf_model
+) -> None:
+    from engines import engine
+
+    from .conftest import greedy
+
+    path = _write(tmp_path / "c.yaml", target, data_folder, tmp_path / "run")
+    assert main(["train", str(path), "--dry-run"]) == 0
+    prompts = [[5, 6, 7], list(range(1, 40))]
+    params = {"temperature": 0, "max_new_tokens": 20}
+    with engine(target, tmp_path / "run/drafter", env={"DLITE_DRAFTER_FACTORY": None}) as running:
+        answers = running.generate(input_ids=prompts, sampling_params=params)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer["output_ids"] == greedy(hf_model, prompt, 20)
+        assert answer["meta_info"]["spec_verify_ct"] > 0
+
+
 @pytest.mark.parametrize(
     "name,hidden,parameters", [("qwen3_4b", 2560, 602.0), ("qwen3_8b", 4096, 1063.5)]
 )

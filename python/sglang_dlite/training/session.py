@@ -158,12 +158,13 @@ class Session:
         loss = config.teacher_loss if is_teacher else config.loss
         eval_spec = AnchorSpec.of(self.shape, config.data.top_k, config.model.window * is_teacher)
         chosen = spread(held_out, config.eval.replies) if self.world.is_main else []
-        print(
+        announcement = (
             f"train: {name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; "
             f"{len(trained)} replies, {sum(map(len, places))} anchors; {len(chosen)} replies held "
-            f"out; {', '.join(f'{s.name} {s.steps} steps' for s in stages)}",
-            file=sys.stderr,
+            f"out; {', '.join(f'{s.name} {s.steps} steps' for s in stages)}"
         )
+        if self.world.is_main:
+            print(announcement, file=sys.stderr)
         return Trainer(
             name,
             config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def announce(config: TrainConfig) -> tuple[TargetShape, DLiteConfig]:
 
     shape = TargetShape.from_section(config.target) or read_shape(config.target)
     drafter = drafter_config(shape, config.model)
-    print(estimate(config, shape, drafter).text(), file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        print(estimate(config, shape, drafter).text(), file=sys.stderr)
     return shape, drafter
 
 

@@ -19,6 +19,7 @@ from sglang_dlite.training.prompts import (
     load_prompts,
     parse_share,
 )
+from sglang_dlite.training.provenance import without_folders
 from sglang_dlite.training.serving import add_engine_arguments, engine
 from sglang_dlite.training.storage import StorageError
 from sglang_dlite.training.targets import TargetError
@@ -165,7 +166,7 @@ def describe(args: argparse.Namespace) -> Description:
         top_p=args.top_p,
         top_k=args.top_k,
         max_new_tokens=args.max_new_tokens,
-        provenance=[run],
+        provenance=[without_folders(run)],
     )
 
 

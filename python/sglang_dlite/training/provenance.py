@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -36,4 +37,18 @@ def write_provenance(
         },
         "metrics": metrics,
     }
-    write_json(export / "provenance.json", value)
+    write_json(export / "provenance.json", without_folders(value))
+
+
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^/\s:,\]]+/)+")
+
+
+def without_folders(value: Any) -> Any:
+    """A JSON value with absolute folders shortened: they are a machine's, not the result's."""
+    if isinstance(value, str):
+        return _FOLDERS.sub(".../", value)
+    if isinstance(value, dict):
+        return {without_folders(key): without_folders(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(item) for item in value]
+    return value

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_dlite.drafter import load_drafter
+from sglang_dlite.drafter import HistoryAwareDrafter, load_drafter
 from sglang_dlite.training.config import TrainConfig, TrainConfigError, from_dict
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.session import Session
@@ -218,6 +218,26 @@ def test_training_lowers_the_loss_and_keeps_the_best(config, tmp_path: Path) -> 
     loaded = load_drafter(tmp_path / "best")
     assert loaded.dtype == torch.bfloat16 and loaded.config == trainer.model.config
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["drafter", "teacher"])
+def test_compiled_steps_are_the_eager_ones(config, tmp_path: Path, name: str) -> None:
+    losses = []
+    for compiled in (False, True):
+        settings = config(
+            tmp_path / str(compiled), run={"compile": compiled}, stages={"teacher": 4}
+        )
+        session = Session(settings)
+        model = session.fresh_drafter()
+        if name == "teacher":
+            torch.manual_seed(0)
+            model = HistoryAwareDrafter(session.shape, settings.model.window)
+        trainer = session.trainer(name, model, None)
+        assert trainer is not None
+        losses.append([trainer.train_step() for _ in range(4)])
+        trainer.evaluate()
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
 def test_bf16_compute_keeps_fp32_master_weights(config, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ class RunSection:
     export: str | None = None  # where the finished drafter goes; None: <folder>/drafter
     threads: int = 0  # 0 leaves torch's choice
     bf16: bool = True  # autocast; master weights are fp32
+    compile: bool = False  # torch.compile the layers: a minute or two at first, faster steps then
     log_every: int = 25  # steps, as are the next two
     eval_every: int = 250
     checkpoint_every: int = 250

@@ -197,6 +197,7 @@ class Session:
             "optim": asdict(config.optim),
             "stages": [asdict(stage) for stage in stages],
             "bf16": config.run.bf16,
+            "compile": config.run.compile,
             "data": data,
             "replies": self.data_hash,
             "anchors": anchors,

@@ -68,11 +68,21 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=0.0, betas=(first, second), weight_decay=0.0, fused=True
         )
+        if config.run.compile:
+            self._compile()
         self.step = 0
         self.train_seconds = 0.0
         self.anchors_seen = 0
         self.best: dict[str, Any] = {}
         self._resume()
+
+    def _compile(self) -> None:
+        # Only what is differentiated: evaluations run on copies. The reset keeps the models of
+        # earlier trainers in this process from using up the compiler's limit of variants.
+        torch._dynamo.reset()
+        teacher = isinstance(self.model, HistoryAwareDrafter)
+        name = "backbone_with_history" if teacher else "backbone"
+        setattr(self.model, name, torch.compile(getattr(self.model, name), dynamic=True))
 
     # ---- one step -------------------------------------------------------------------------
 
@@ -176,8 +186,7 @@ class Trainer:
 
     def _log(self, loss: float) -> None:
         assert self.record is not None
-        with self.objective.autocast(self.device):
-            length = self._expected_length(self.model, _QUICK_ROWS)
+        length = self._expected_length(copy_for_serving(self.model), _QUICK_ROWS)
         values = {
             "stage": stage_at(self.stages, self.step - 1).name,
             "loss": loss,

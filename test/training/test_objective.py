@@ -99,11 +99,11 @@ def test_the_teacher_learns_by_the_same_loss(setting) -> None:
 
 
 def test_sampling_positions_keeps_the_loss_in_expectation(setting) -> None:
-    source, picks, batch, drafter, _, embed, lm_head = setting
-    mixture = Mixture(0.0, 1.0, False)
-    whole = Objective(LOSS, DistillSection(), embed, lm_head, False)
+    source, picks, batch, drafter, teacher, embed, lm_head = setting
+    mixture = Mixture(0.5, 0.5, False)
+    whole = Objective(LOSS, DistillSection(), embed, lm_head, False, teacher)
     sampled = LossSection(**(LOSS.__dict__ | {"sample_positions": True}))
-    some = Objective(sampled, DistillSection(), embed, lm_head, False)
+    some = Objective(sampled, DistillSection(keep=0.5), embed, lm_head, False, teacher)
     below = whole.denominators([picks], source.replies, 4)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

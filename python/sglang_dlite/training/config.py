@@ -96,6 +96,7 @@ class DistillSection:
 
     w_kl: float = 1.0
     gamma: float = 0.0  # 0: no decay over the drafts
+    keep: float = 1.0  # share of the drafts to compare, at random: the same in expectation
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ class TrainConfig:
                 raise TrainConfigError(f"{name} = {value!r}: must be {' or '.join(allowed)}")
         if not 0 <= self.optim.warmup_ratio < 1:
             raise TrainConfigError(f"optim.warmup_ratio = {self.optim.warmup_ratio}: must be 0..1")
+        if not 0 < self.distill.keep <= 1:
+            raise TrainConfigError(f"distill.keep = {self.distill.keep}: must be above 0, up to 1")
         if len(self.optim.betas) != 2:
             raise TrainConfigError(f"optim.betas = {self.optim.betas}: must be two numbers")
         if self.data.states == "cache" and not self.data.top_k:

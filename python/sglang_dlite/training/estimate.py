@@ -77,8 +77,8 @@ def estimate(config: TrainConfig, target: TargetShape, drafter: DLiteConfig) -> 
         training_state=_OPTIMIZER_BYTES * max(drafter_size, teacher_size * trains_teacher),
         anchors=anchors,
         activations=width * anchors * _activations(drafter, window),
-        # q and its gradient in the compute dtype; the whole law needs fp32 copies of both.
-        loss_block=block * (width + 6 * 4 if whole_law else 2 * width),
+        # Logits and q, turned into the gradient; with the whole law also p, and temporaries.
+        loss_block=block * (6 * width if whole_law else 2 * width),
         cached_per_anchor=states + drafter.num_drafts * law,
         cached_per_history_token=2 * 3 * drafter.hidden_size,
         states_per_token=states,

@@ -88,8 +88,8 @@ class _FusedDraftLoss(torch.autograd.Function):
                 top = TopP(law.ids[block], law.logprobs[block])
                 got, dz, scale = _top(z, labels[block, None], top, factors, row_weights)
             else:
-                p = _law(law, block, dtype)
-                got, dz, scale = _dense(z, labels[block, None], p, factors, row_weights)
+                z_law = _law(law, block, dtype)
+                got, dz, scale = _dense(z, labels[block, None], z_law, factors, row_weights)
             values[:, block] = got
             if grad_u is None:
                 continue
@@ -114,34 +114,48 @@ class _FusedDraftLoss(torch.autograd.Function):
 
 
 def _law(law: LinearP | None, block: slice, dtype: torch.dtype) -> Tensor | None:
-    """log p [rows, V] fp32 of these rows."""
+    """The law's logits [rows, V] of these rows."""
     if law is None:
         return None
-    logits = law.vectors[block].to(dtype) @ law.matrix.to(dtype).T
-    return torch.log_softmax(logits.float(), -1)
+    return law.vectors[block].to(dtype) @ law.matrix.to(dtype).T
+
+
+def _log_normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """logsumexp [rows, 1] fp32, from the peak, where rounding matters least: no third pass."""
+    peak, place = logits.max(-1, keepdim=True)
+    return peak.float() - probabilities.gather(-1, place).float().log()
 
 
 def _dense(
-    z: Tensor, label: Tensor, log_p: Tensor | None, w: Weights, row_weights: Tensor
+    z: Tensor, label: Tensor, z_law: Tensor | None, w: Weights, row_weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(CE, TV, KL) [3, rows]; dz / scale [rows, V] in z's dtype; scale [rows, 1]."""
-    log_q = torch.log_softmax(z.float(), -1)
-    ce = -log_q.gather(-1, label)[:, 0]
-    q = log_q.exp()
-    tv = kl = torch.full_like(ce, float("nan"))
-    dz = q * (w.ce + w.kl)
-    if log_p is not None:
-        p = log_p.exp()
-        kl = (p * (log_p - log_q)).sum(-1)
-        difference = q - p
-        tv = difference.abs().sum(-1)
+    """(CE, TV, KL) [3, rows]; dz / scale [rows, V] in z's dtype; scale [rows, 1].
+
+    Every pass is in z's dtype, with sums in fp32: memory traffic is what this costs.
+    """
+    q = torch.softmax(z, -1)
+    lse = _log_normaliser(z, q)
+    ce = (lse - z.gather(-1, label).float())[:, 0]
+    if z_law is None:
+        tv = kl = torch.full_like(ce, float("nan"))
+        dz = q.mul_(w.ce)
+    else:
+        p = torch.softmax(z_law, -1)
+        kl = (lse - _log_normaliser(z_law, p))[:, 0]
+        kl = kl + (z_law.sub_(z)).mul_(p).sum(-1, dtype=torch.float32)
+        dz = q - p
+        tv = dz.abs().sum(-1, dtype=torch.float32)
+        if w.tv:
+            dz.sign_()
+            mean_sign = (dz * q).sum(-1, keepdim=True, dtype=torch.float32)
+            dz.mul_(w.tv).add_((w.ce + w.kl - w.tv * mean_sign).to(z.dtype)).mul_(q)
+        else:
+            dz = q.mul_(w.ce + w.kl)
         if w.kl:
             dz.sub_(p, alpha=w.kl)
-        if w.tv:
-            signed = difference.sign_().mul_(q)
-            dz.add_(signed.sub_(q * signed.sum(-1, keepdim=True)), alpha=w.tv)
-    dz.scatter_add_(-1, label, dz.new_full(label.shape, -w.ce))
-    return torch.stack([ce, tv, kl]), dz.to(z.dtype), row_weights
+    place = torch.arange(len(z), device=z.device)[:, None] * z.shape[-1]
+    dz.put_(place + label, dz.new_full(label.shape, -w.ce), accumulate=True)
+    return torch.stack([ce, tv, kl]), dz, row_weights
 
 
 def _top(

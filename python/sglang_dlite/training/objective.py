@@ -107,7 +107,9 @@ class Objective:
                 model, batch, prediction, below, generator
             )
         if mix.distill:
-            total = total + mix.distill * self._against_teacher(model, batch, prediction, below)
+            total = total + mix.distill * self._against_teacher(
+                model, batch, prediction, below, generator
+            )
         return total
 
     def _against_target(
@@ -157,10 +159,17 @@ class Objective:
         return total
 
     def _against_teacher(
-        self, model: DLiteDrafter, batch: AnchorBatch, prediction: Prediction, below: Denominators
+        self,
+        model: DLiteDrafter,
+        batch: AnchorBatch,
+        prediction: Prediction,
+        below: Denominators,
+        generator: torch.Generator,
     ) -> Tensor:
         assert self.teacher is not None
-        keep, device = batch.labelled, batch.labels.device
+        keep, device, share = batch.labelled, batch.labels.device, self.distill.keep
+        if share < 1:
+            keep = keep & (torch.rand(keep.shape, generator=generator) < share).to(device)
         with torch.no_grad(), self.autocast(device):
             vectors = predict(self.teacher, batch, self.embed).vectors
         decay = position_weights(keep.shape[1], self.distill.gamma).to(device)
@@ -169,7 +178,7 @@ class Objective:
             model.sequential_head.output_proj.weight,
             batch.labels[keep],
             LinearP(vectors[keep], self.teacher.sequential_head.output_proj.weight),
-            decay.expand(keep.shape)[keep] / below.distill,
+            decay.expand(keep.shape)[keep] / (share * below.distill),
             Weights(0.0, 0.0, self.distill.w_kl),
             self.dtype,
         ).total

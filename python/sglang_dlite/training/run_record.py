@@ -22,7 +22,7 @@ class RunRecord:
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
         write_atomically(self._path, lambda file: file.write(text))
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
-        self.bar = tqdm(total=steps, initial=start, desc=name, unit="step", smoothing=0.02)
+        self.bar = tqdm(total=steps, initial=start, desc=name, unit="step", smoothing=0.1)
         self._shown: dict[str, str] = {}
 
     def add(self, step: int, kind: str, values: dict[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models
 import torch
-from engines import HERE, engine
+from engines import engine
 from safetensors.torch import load_file
 from sglang_dlite.drafter import load_drafter
 from sglang_dlite.training.anchors import AnchorSpec, Pick, Reply
@@ -86,16 +85,16 @@ def test_training_agrees_with_transformers(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("kind", KINDS)
-def test_sglang_agrees_with_training(kind: str, tmp_path: Path) -> None:
+def test_sglang_agrees_with_training(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # a spawned process inherits it
     target = tiny_models.make_target(tmp_path / "target", kind)
     drafter = tiny_models.make_drafter(tmp_path / "drafter")
     (tmp_path / "calls").mkdir()
     environment = {
         "DLITE_DRAFTER_FACTORY": "parity_probe:make",
         FOLDER_VARIABLE: str(tmp_path / "calls"),
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parent), str(HERE), os.environ.get("PYTHONPATH", "")]
-        ),
     }
     prompts = random_prompts(5, PROMPT_LENGTHS)
     params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
@@ -105,11 +104,15 @@ def test_sglang_agrees_with_training(kind: str, tmp_path: Path) -> None:
     batch, tokens, logits = _check_training_against_hf(target, drafter, replies)
     calls = [load_file(file) for file in sorted((tmp_path / "calls").iterdir())]
     served = {name: torch.cat([call[name] for call in calls]) for name in calls[0]}
-    nearest = torch.cdist(served["states"].flatten(1), batch.pivot_states.flatten(1)).argmin(1)
-    # Anchors of the warm-up, and those at or beyond a reply's last token, are not in the batch.
-    known = (served["group"] == batch.token_group[nearest]).all(1)
-    assert known.sum() >= 3 * len(prompts)
-    rows = nearest[known]
+    # Blocks of the warm-up, and those drafted at a reply's end, are not in the batch; every block
+    # that a verify pass used is. Other anchors' states differ by whole units.
+    ours, theirs = batch.pivot_states.flatten(1), served["states"].flatten(1)
+    exact = "donot_use_mm_for_euclid_dist"  # by products, large states lose what is compared
+    distances = torch.cdist(theirs, ours, compute_mode=exact)
+    known = distances.amin(1) < 0.1
+    assert known.sum() >= sum(answer["meta_info"]["spec_verify_ct"] for answer in answers) > 60
+    rows = distances.argmin(1)[known]
+    assert torch.equal(served["group"][known], batch.token_group[rows])
     torch.testing.assert_close(served["states"][known], batch.pivot_states[rows], **TOLERANCE)
     assert torch.equal(served["tokens"][known], tokens[rows])
     torch.testing.assert_close(served["logits"][known], logits[rows], **TOLERANCE)

@@ -70,6 +70,7 @@ class Trainer:
         )
         if config.run.compile:
             self._compile()
+        self.record: RunRecord | None = None  # while the run is on
         self.step = 0
         self.train_seconds = 0.0
         self.anchors_seen = 0
@@ -156,9 +157,8 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step; returns the best evaluation, whose model is in `best/`."""
-        self.record = (
-            RunRecord(self.folder, self.name, self.step, self.steps) if self.world.is_main else None
-        )
+        if self.world.is_main:
+            self.record = RunRecord(self.folder, self.name, self.step, self.steps)
         try:
             self._loop()
         finally:

@@ -16,6 +16,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("sglang_dlite.platforms.profile", "split a decode step on a CPU into its parts"),
     "drafter-path": ("sglang_dlite.assets", "print the directory of the shipped drafter"),
     "generate": ("sglang_dlite.training.generate", "write the target's own replies to prompts"),
+    "cache-states": (
+        "sglang_dlite.training.cache_states",
+        "store the target's states for the anchors that a training uses",
+    ),
     "train": ("sglang_dlite.training.train", "train a drafter for a target"),
     "eval": ("sglang_dlite.training.evaluate", "measure a drafter's served acceptance length"),
 }
@@ -36,7 +40,12 @@ def main(argv: list[str] | None = None) -> int:
         sub = commands.add_parser(name, help=summary, description=summary)
         if argv and argv[0] == name:
             importlib.import_module(module_name).add_arguments(sub)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes positionals in one run only; `CONFIG --dry-run key=value` shall work, too.
+    if rest and (not hasattr(args, "overrides") or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
     return importlib.import_module(COMMANDS[args.command][0]).run(args)
 
 

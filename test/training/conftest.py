@@ -1,53 +1,155 @@
-"""A tiny data set, written through the real writer."""
+"""A tiny target, and data sets of its own greedy replies, written through the real writer."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from sglang_dlite.training.replies import ReplyWriter, StoreFormat
+from sglang_dlite.training.config import ModelSection
+from sglang_dlite.training.dataset import Description, ReplyRecord, ReplyWriter
+from sglang_dlite.training.targets import FrozenTarget
 
-VOCAB, HIDDEN, LAYERS, TOP = 61, 16, (0, 2, 3), 5
+VOCAB = 257
+LAYERS = 4
+MODEL = {
+    "num_layers": 1,
+    "block_size": 5,
+    "rank": 16,
+    "group_size": 2,
+    "pivot_states": 3,
+    "mask_token_id": 256,
+    "warm_start": False,
+    "window": 6,
+}
 
 
-def tiny_format(**changes) -> StoreFormat:
+def model_section(**changes) -> ModelSection:
+    return ModelSection(**(MODEL | changes))
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 4 layers with grouped heads and a byte-level tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("target")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<eos>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCAB, eos_token_id=0, bos_token_id=None,
+        pad_token_id=0, tie_word_embeddings=True, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hf_model(target: Path):
+    """The tiny target as plain transformers has it, without our hooks."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def frozen(target: Path) -> FrozenTarget:
+    from transformers import AutoModelForCausalLM
+
+    return FrozenTarget(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32))
+
+
+def greedy(model, prompt: list[int], count: int) -> list[int]:
+    """Plain greedy decoding, without a cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        while len(ids) < len(prompt) + count and ids[-1] != 0:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def describe(**changes) -> Description:
     values = {
         "target": "tiny",
-        "target_layer_ids": LAYERS,
-        "hidden_size": HIDDEN,
+        "architecture": "LlamaForCausalLM",
         "vocab_size": VOCAB,
-        "top_count": TOP,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": -1,
         "max_new_tokens": 20,
+        "provenance": [{"command": ["test"]}],
     }
-    return StoreFormat(**(values | changes))
+    return Description(**(values | changes))
 
 
-def write_replies(folder: Path, part: str, lengths: list[int], seed: int = 0) -> list[dict]:
-    """Random replies of these lengths; returns the records."""
-    torch.manual_seed(seed)
-    writer = ReplyWriter(folder, part, tiny_format())
-    for index, length in enumerate(lengths):
-        reply = torch.randint(0, VOCAB, (length,)).tolist()
-        top = torch.randn(length, VOCAB).log_softmax(-1).topk(TOP)
-        writer.append(
-            {
-                "id": f"{part}/{index}#0",
-                "source": f"source-{index % 2}",
-                "prompt_tail": torch.randint(0, VOCAB, (4,)).tolist(),
-                "reply_ids": reply,
-            },
-            torch.randn(length, len(LAYERS), HIDDEN).bfloat16(),
-            top.indices.to(torch.int32),
-            top.values.to(torch.float16),
-        )
-    writer.close()
-    return list(writer.done.values())
+WriteReplies = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def write_replies(hf_model) -> WriteReplies:
+    """write_replies(folder, lengths, seed, share): greedy replies of at most these lengths."""
+
+    def write(folder: Path, lengths: list[int], seed: int = 0, share: str = "part-0") -> Path:
+        describe().bind(folder)
+        writer = ReplyWriter(folder, share)
+        generator = torch.Generator().manual_seed(seed)
+        for index, length in enumerate(lengths):
+            size = int(torch.randint(1, 14, (), generator=generator))
+            prompt = torch.randint(1, VOCAB, (size,), generator=generator).tolist()
+            reply = greedy(hf_model, prompt, length)
+            writer.append(
+                ReplyRecord(
+                    id=f"{share}/{seed}-{index}#0",
+                    source=f"source-{index % 2}",
+                    turn=0,
+                    category="",
+                    prompt_ids=prompt,
+                    reply_ids=reply,
+                    text="",
+                    finish="length",
+                )
+            )
+        writer.close()
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def data_folder(write_replies: WriteReplies, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 replies; tests must not write to it."""
+    return write_replies(tmp_path_factory.mktemp("data"), [12, 1, 20, 7, 2, 16] * 5)
 
 
 @pytest.fixture
-def data_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "data"
-    write_replies(folder, "part-0", [9, 1, 12, 5], seed=0)
-    write_replies(folder, "part-1", [7, 20, 2], seed=1)
-    return folder
+def file_size_limit():
+    """file_size_limit(bytes): inside, no file can grow beyond that, as on a full disk.
+
+    The kernel refuses the write (EFBIG), so that the real code paths fail.
+    """
+
+    @contextlib.contextmanager
+    def limit(size: int):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit

@@ -1,179 +1,250 @@
-"""Generation with a tiny random model: right tokens, right records, resumable."""
+"""Generation with a stand-in for the engine: right prompts, right records, resumable."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from sglang_dlite.training import generate as command
-from sglang_dlite.training.decoder import Request, SlotDecoder
-from sglang_dlite.training.generate import select_target_layers
-from sglang_dlite.training.replies import read_parts
+from sglang_dlite.training.answering import Answer, Answering
+from sglang_dlite.training.dataset import Description, ReplyWriter, load_replies
+from sglang_dlite.training.prompts import Prompt, Turn
+from sglang_dlite.training.sessions import session_turns
+from transformers import AutoTokenizer
 
-LAYERS = (0, 2, 3)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 4 layers with grouped heads and a byte-level tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("target")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<eos>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '<eos>' }}{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=len(vocab), eos_token_id=0, bos_token_id=None,
-        pad_token_id=0, tie_word_embeddings=True, initializer_range=0.3,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+from .conftest import VOCAB
+from .test_sessions import MESSAGES
 
 
-def _model(target: Path, dtype: torch.dtype = torch.float32):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+class Killed(Exception):
+    """Whatever ends a run."""
 
 
-@pytest.mark.parametrize("slots", [1, 3, 16])
-def test_tokens_states_and_laws_equal_a_plain_forward(target: Path, slots: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(1, 250, (length,), generator=generator).tolist()
-        for length in (3, 17, 9, 1, 30, 12, 5)
-    ]
-    reference, model = _model(target), _model(target)
-    finished: list[Request] = []
-    decoder = SlotDecoder(model, LAYERS, [0], slots, top_count=5)
-    decoder.decode([Request(i, p) for i, p in enumerate(prompts)], 12, finished.append)
-    assert sorted(r.key for r in finished) == list(range(len(prompts)))
-    for request in finished:
-        prompt, reply = prompts[request.key], request.reply_ids
-        assert len(reply) == 12 or reply[-1] == 0
-        with torch.no_grad():
-            whole = reference(torch.tensor([prompt + reply]), output_hidden_states=True)
-        rows = slice(len(prompt) - 1, len(prompt) - 1 + len(reply))
-        logits = whole.logits[0, rows]
-        assert logits.argmax(-1).tolist() == reply
-        hidden = torch.stack([whole.hidden_states[i + 1][0, rows] for i in LAYERS], 1)
-        torch.testing.assert_close(torch.stack(request.states), hidden, atol=2e-4, rtol=1e-3)
-        top = logits.log_softmax(-1).topk(5, -1)
-        assert torch.stack(request.top_ids).tolist() == top.indices.tolist()
-        torch.testing.assert_close(
-            torch.stack(request.top_logprobs).float(), top.values, atol=5e-3, rtol=2e-3
-        )
+class FakeEngine:
+    """Answers with a function of the prompt; dies after `lives` answers."""
+
+    def __init__(self, lives: int = 10**9) -> None:
+        self.lives, self.asked, self.together, self.most = lives, [], 0, 0
+        self.loop = asyncio.new_event_loop()
+
+    async def async_generate(self, input_ids: list[int], sampling_params: dict) -> dict:
+        self.asked.append((input_ids, sampling_params))
+        self.together += 1
+        self.most = max(self.most, self.together)
+        for _ in range(len(input_ids) % 5 + 1):  # answers come in another order
+            await asyncio.sleep(0)
+        self.together -= 1
+        if len(self.asked) > self.lives:
+            raise Killed
+        ids = [65 + (sum(input_ids) + i) % 26 for i in range(20)]
+        if sampling_params["temperature"]:
+            ids[0] = 65 + len(self.asked) % 26
+        return {"output_ids": ids, "meta_info": {"finish_reason": {"type": "stop", "matched": 0}}}
 
 
 def _args(target: Path, out: Path, *more: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    fixed = ["--target", str(target), "--out", str(out), "--max-new-tokens", "6", "--slots", "4"]
-    return parser.parse_args([*fixed, "--target-layers", "3", "--top", "4", *more])
+    fixed = ["--target", str(target), "--out", str(out), "--max-new-tokens", "20"]
+    return parser.parse_args([*fixed, "--concurrency", "3", *more])
 
 
-def _prompt_file(path: Path) -> Path:
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch):
+    """serve(fake): `generate` gets it in place of an engine."""
+
+    def use(fake: FakeEngine) -> FakeEngine:
+        @contextmanager
+        def engine(args, drafter=None):
+            yield fake
+
+        monkeypatch.setattr(command, "engine", engine)
+        return fake
+
+    return use
+
+
+def _prompt_file(path: Path) -> str:
     turns = [["hi there"], ["one", "two", "three"], ["x" * 30], ["what?", "why?"]]
     rows = [{"messages": [{"role": "user", "content": t} for t in session]} for session in turns]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return str(path)
 
 
 def _by_id(out: Path) -> dict[str, tuple]:
-    found = {}
-    for part in read_parts(out):
-        for record in part.records:
-            rows = slice(record["row"], record["row"] + len(record["reply_ids"]))
-            assert record["id"] not in found, "duplicate"
-            found[record["id"]] = (record["reply_ids"], np.array(part.states[rows]))
-    return found
+    replies = load_replies([out], VOCAB)
+    return {r.id: (r.prompt_ids.tolist(), r.reply_ids.tolist()) for r in replies}
 
 
 def test_a_killed_run_is_completed_without_loss_or_duplicates(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, serve
 ) -> None:
-    prompts = str(_prompt_file(tmp_path / "prompts.jsonl"))
+    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    fake = serve(FakeEngine())
     assert command.run(_args(target, tmp_path / "whole", "--prompts", prompts)) == 0
     whole = _by_id(tmp_path / "whole")
     assert sorted(whole) == sorted(
         f"prompts/{i}#{t}" for i, turns in enumerate((1, 3, 1, 2)) for t in range(turns)
     )
-
-    class Killed(BaseException):
-        pass
-
-    append, count = command.ReplyWriter.append, 0
-
-    def failing(self, *args):
-        nonlocal count
-        count += 1
-        if count == 4:
-            self.commit()
-            raise Killed
-        append(self, *args)
-
-    monkeypatch.setattr(command.ReplyWriter, "append", failing)
+    assert 1 < fake.most <= 3
     broken = _args(target, tmp_path / "broken", "--prompts", prompts)
+    serve(FakeEngine(lives=4))
     with pytest.raises(Killed):
-        command.generate(broken)
-    monkeypatch.setattr(command.ReplyWriter, "append", append)
-    assert len(_by_id(tmp_path / "broken")) == 3
+        command.run(broken)
+    kept = _by_id(tmp_path / "broken")
+    assert 0 < len(kept) < 7 and kept.items() <= whole.items()
+    again = serve(FakeEngine())
     assert command.run(broken) == 0
-    again = _by_id(tmp_path / "broken")
-    assert {k: v[0] for k, v in again.items()} == {k: v[0] for k, v in whole.items()}
-    assert all(len(states) == len(ids) for ids, states in again.values())
+    assert _by_id(tmp_path / "broken") == whole
+    assert len(again.asked) == 7 - len(kept)
 
 
-def test_shards_share_the_prompts(target: Path, tmp_path: Path) -> None:
-    prompts = str(_prompt_file(tmp_path / "prompts.jsonl"))
+def test_the_targets_own_reply_is_the_history(target: Path, tmp_path: Path, serve) -> None:
+    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    serve(FakeEngine())
+    assert command.run(_args(target, tmp_path / "out", "--prompts", prompts)) == 0
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    found = _by_id(tmp_path / "out")
+    for _, reply in found.values():
+        assert len(reply) == 21 and reply[-1] == 0  # the end-of-text token is a label too
+    first, second = found["prompts/1#0"], found["prompts/1#1"]
+    said = tokenizer.decode(first[1], skip_special_tokens=True)
+    assert tokenizer.decode(second[0]) == f"u:one<eos>a:{said}<eos>u:two<eos>a:"
+
+
+def test_sessions_keep_the_recorded_history(target: Path, tmp_path: Path, serve) -> None:
+    path = tmp_path / "agents.jsonl"
+    path.write_text(json.dumps({"messages": MESSAGES, "source": {"repo": "r"}}) + "\n")
+    serve(FakeEngine())
+    assert command.run(_args(target, tmp_path / "out", "--sessions", str(path))) == 0
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    found = _by_id(tmp_path / "out")
+    assert sorted(found) == ["agents/0#0", "agents/0#1"]
+    history = tokenizer.decode(found["agents/0#1"][0])
+    assert "a:I look." in history and history.endswith("</tool_response><eos>a:")
+    recorded = [turn.recorded for turn in session_turns(MESSAGES)]
+    for _, reply in found.values():
+        assert tokenizer.decode(reply, skip_special_tokens=True) not in recorded
+    (line,) = [
+        json.loads(x)
+        for x in (tmp_path / "out/part-0-00000.jsonl").read_text().splitlines()
+        if json.loads(x)["turn"] == 1
+    ]
+    assert line["category"] == "r" and "Done." not in line["text"]
+
+
+def test_a_session_ends_where_its_history_is_too_long(target: Path, tmp_path: Path, serve) -> None:
+    path = tmp_path / "agents.jsonl"
+    path.write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    serve(FakeEngine())
+    more = ("--sessions", str(path), "--max-prompt-tokens", "60")
+    assert command.run(_args(target, tmp_path / "out", *more)) == 0
+    assert list(_by_id(tmp_path / "out")) == ["agents/0#0"]
+
+
+def test_the_target_asks_itself(target: Path, tmp_path: Path, serve) -> None:
+    more = ("--builtin", "self-instruct=6")
+    fake = serve(FakeEngine(lives=7))
+    with pytest.raises(Killed):
+        command.run(_args(target, tmp_path / "out", *more))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    header, params = fake.asked[0]
+    assert tokenizer.decode(header) == "u:" and params["temperature"] == 1.0
+    before = _by_id(tmp_path / "out")
+    serve(FakeEngine())
+    assert command.run(_args(target, tmp_path / "out", *more)) == 0
+    found = _by_id(tmp_path / "out")
+    assert len(found) == 6 and before.items() <= found.items()
+    lines = (tmp_path / "out/part-0-00000.jsonl").read_text().splitlines()
+    questions = [json.loads(line)["question"] for line in lines]
+    assert len(set(questions)) == 6 and all(len(q) >= 15 for q in questions)
+    for line in lines:
+        record = json.loads(line)
+        assert tokenizer.decode(record["prompt_ids"]) == f"u:{record['question']}<eos>a:"
+
+
+def test_shares_divide_the_prompts(target: Path, tmp_path: Path, serve) -> None:
+    prompts = _prompt_file(tmp_path / "prompts.jsonl")
     for share in ("0/2", "1/2"):
-        args = _args(target, tmp_path / "out", "--prompts", prompts, "--shard", share)
-        assert command.run(args) == 0
+        serve(FakeEngine())
+        more = ("--prompts", prompts, "--share", share, "--format", "parquet", "--shard-size", "2")
+        assert command.run(_args(target, tmp_path / "out", *more)) == 0
     assert len(_by_id(tmp_path / "out")) == 7
+    idle = serve(FakeEngine())  # another number of shares: nothing is left to do
+    more = ("--prompts", prompts, "--share", "0/1", "--format", "parquet")
+    assert command.run(_args(target, tmp_path / "out", *more)) == 0 and not idle.asked
+    assert list((tmp_path / "out").glob("*.parquet"))
+    runs = Description.read(tmp_path / "out").provenance
+    assert [run["arguments"]["share"] for run in runs] == ["0/2", "1/2", "0/1"]
 
 
-def test_evaluation_prompts_are_left_out(target: Path, tmp_path: Path) -> None:
-    prompts = str(_prompt_file(tmp_path / "prompts.jsonl"))
+def test_evaluation_prompts_are_left_out(target: Path, tmp_path: Path, serve) -> None:
+    prompts = _prompt_file(tmp_path / "prompts.jsonl")
     (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": ["HI, there!"]}) + "\n")
-    args = _args(target, tmp_path / "out", "--prompts", prompts)
-    args.exclude = [tmp_path / "eval.jsonl"]
-    assert command.run(args) == 0
+    serve(FakeEngine())
+    more = ("--prompts", prompts, "--exclude", str(tmp_path / "eval.jsonl"))
+    assert command.run(_args(target, tmp_path / "out", *more)) == 0
     assert not any(name.startswith("prompts/0#") for name in _by_id(tmp_path / "out"))
 
 
 def test_bad_arguments_are_reported(target: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
-    assert command.run(_args(target, out, "--prompts", "nowhere.jsonl")) == 1
-    assert "'nowhere.jsonl' does not exist" in capsys.readouterr().err
-    assert command.run(_args(target, out, "--builtin", "poems=3")) == 1
-    assert "--builtin poems=3" in capsys.readouterr().err
+    for more, message in (
+        (("--prompts", "nowhere.jsonl"), "'nowhere.jsonl' does not exist"),
+        (("--builtin", "poems=3"), "--builtin poems=3"),
+        (("--builtin", "chat=3", "--share", "2/2"), "must be I/N"),
+        ((), "no prompts"),
+    ):
+        assert command.run(_args(target, out, *more)) == 1
+        assert message in capsys.readouterr().err
+    assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    "layers,count,expected",
-    [
-        (36, 14, (0, 1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31, 34, 35)),
-        (36, 7, (0, 1, 9, 17, 26, 34, 35)),
-        (36, 12, (0, 1, 5, 8, 12, 16, 19, 23, 27, 30, 34, 35)),
-        (30, 8, (0, 1, 6, 12, 17, 23, 28, 29)),
-        (4, 3, (0, 1, 3)),
-        (4, 2, (0, 3)),
-    ],
-)
-def test_target_layers_follow_the_official_rule(layers: int, count: int, expected: tuple) -> None:
-    assert select_target_layers(layers, count) == expected
+def test_an_engine_that_refuses_a_prompt_is_reported(
+    target: Path, tmp_path: Path, serve, capsys
+) -> None:
+    class Refusing(FakeEngine):
+        async def async_generate(self, input_ids, sampling_params):
+            raise ValueError("too long")
+
+    serve(Refusing())
+    assert command.run(_args(target, tmp_path / "out", "--builtin", "chat=3")) == 1
+    assert "the engine refused a prompt: too long" in capsys.readouterr().err
+
+
+def test_repeated_questions_are_asked_again(target: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    answers = iter(["the same question?", "the same question?", "short", "another question?"])
+
+    async def ask(ids: list[int], params: dict) -> Answer:
+        text = next(answers) if params["temperature"] else "an answer"
+        return Answer(tokenizer.encode(text), "stop", {}, 0.0)
+
+    writer = ReplyWriter(tmp_path, "part-0")
+    prompts = [Prompt(f"q/{i}", "q", (Turn(()),), asks_itself=True) for i in range(2)]
+    answering = Answering(
+        ask, tokenizer, writer, {"temperature": 0}, 100, lambda *_: None, lambda _: None
+    )
+    asyncio.run(answering.run(prompts, 1))
+    questions = [record["question"] for record in writer.done.values()]
+    assert questions == ["the same question?", "another question?"]
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_real_engine_gives_the_greedy_replies_of_transformers(
+    target: Path, hf_model, tmp_path: Path
+) -> None:
+    from .conftest import greedy
+
+    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    more = ("--prompts", prompts, "--max-total-tokens", "4096", "--context-length", "1024")
+    assert command.run(_args(target, tmp_path / "out", *more)) == 0
+    found = _by_id(tmp_path / "out")
+    assert len(found) == 7
+    for prompt, reply in found.values():
+        assert reply == greedy(hf_model, prompt, 20)

@@ -1,4 +1,4 @@
-"""Prompt sources: formats, no evaluation prompt, no assistant text, balanced prefixes."""
+"""Prompt sources: formats, bad rows, no evaluation prompt, no assistant text, balanced prefixes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from sglang_dlite.training.chat_prompts import chat_prompts
+from sglang_dlite.training.exclusion import excluded_texts, interleave, overlaps
 from sglang_dlite.training.prompts import (
     PromptError,
-    excluded_texts,
-    interleave,
+    Turn,
+    load_hf_prompts,
     load_prompts,
-    overlaps,
+    parse_share,
     single_turn,
 )
 from sglang_dlite.training.stdlib_prompts import (
@@ -24,11 +25,15 @@ from sglang_dlite.training.stdlib_prompts import (
 )
 
 
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 def test_recorded_assistant_text_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl.gz"
     messages = [
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "first"},
+        _user("first"),
         {"role": "assistant", "content": "SECRET"},
         {"role": "tool", "content": [{"type": "text", "text": "second"}]},
         {"role": "assistant", "content": "SECRET"},
@@ -36,23 +41,74 @@ def test_recorded_assistant_text_is_dropped(tmp_path: Path) -> None:
     with gzip.open(path, "wt") as file:
         file.write(json.dumps({"messages": messages}) + "\n")
     (prompt,) = load_prompts(str(path))
-    assert [m["content"] for m in prompt.messages] == ["be brief", "first"]
-    assert prompt.followups == ("second",)
+    system = {"role": "system", "content": "be brief"}
+    assert prompt.turns == (Turn((system, _user("first"))), Turn((_user("second"),)))
     assert "SECRET" not in repr(prompt)
 
 
-def test_a_field_can_be_the_prompt(tmp_path: Path) -> None:
+def test_a_field_can_be_the_user_turns(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"q": '"""\nWrite f.\n"""\n', "turns": [" as it is ", "x"]}) + "\n")
+    row = {"q": '"""\nWrite f.\n"""\n', "turns": [" as it is ", "x"], "category": "code"}
+    path.write_text(json.dumps(row) + "\n")
     assert load_prompts(f"{path}:q")[0].user_text() == "Write f."
-    assert load_prompts(f"{path}:turns")[0].user_text() == " as it is "
-    with pytest.raises(PromptError, match="no field 'nope'"):
-        load_prompts(f"{path}:nope")
+    (prompt,) = load_prompts(f"{path}:turns")
+    assert prompt.turns == (Turn((_user(" as it is "),)), Turn((_user("x"),)))
+    assert prompt.category == "code" and prompt.id == "rows/0"
+
+
+BAD = ["{broken", "", "[1]", '{"other": 1}', '{"q": " "}', '{"q": ["a", ""]}']
+
+
+def test_bad_rows_are_counted_and_only_skipped_if_asked(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(['{"q": "good"}', *BAD, '{"q": "fine"}']) + "\n")
+    with pytest.raises(PromptError) as error:
+        load_prompts(f"{path}:q")
+    assert "6 of 8 rows cannot be used: line 2: not JSON" in str(error.value)
+    assert "line 3: empty" in str(error.value) and "--skip-bad-rows" in str(error.value)
+    prompts = load_prompts(f"{path}:q", skip_bad=True)
+    assert [prompt.user_text() for prompt in prompts] == ["good", "fine"]
+    assert [prompt.id for prompt in prompts] == ["rows/0", "rows/7"]  # line numbers stay
+    assert "6 of 8 rows cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row,message",
+    [
+        ({"a": 1}, "no field 'q'; has"),
+        ({"q": ""}, "the field is empty"),
+        ({"q": []}, "non-empty strings"),
+    ],
+)
+def test_a_row_without_prompt_is_named(tmp_path: Path, row: dict, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(PromptError, match=message):
+        load_prompts(f"{path}:q")
     with pytest.raises(PromptError, match="FILE:FIELD"):
         load_prompts(str(path))
-    path.write_text("{broken\n")
-    with pytest.raises(PromptError, match=r"rows\.jsonl:1: not JSON"):
-        load_prompts(f"{path}:q")
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(PromptError, match=r"'nowhere\.jsonl' does not exist"):
+        load_prompts("nowhere.jsonl:q")
+
+
+def test_a_hugging_face_data_set_is_read_like_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"q": "one"}\n{"q": "two"}\n')
+    prompts = load_hf_prompts(f"{folder}@train:q")
+    assert [(p.id, p.user_text()) for p in prompts] == [("set/0", "one"), ("set/1", "two")]
+    with pytest.raises(PromptError, match="--hf-dataset"):
+        load_hf_prompts(f"{folder}@nosplit:q")
+
+
+def test_shares_are_checked() -> None:
+    assert parse_share("1/4") == (1, 4)
+    for text in ("4/4", "1", "a/b", "-1/2"):
+        with pytest.raises(PromptError, match="must be I/N"):
+            parse_share(text)
 
 
 def test_evaluation_prompts_are_recognised(tmp_path: Path) -> None:
@@ -87,7 +143,7 @@ def test_builtin_sources_are_repeatable_and_distinct() -> None:
         prompts = make(40)
         assert prompts == make(40)
         assert len({p.id for p in prompts}) == 40
-        assert all(p.messages[-1]["role"] == "user" for p in prompts)
+        assert all(turn.messages[-1]["role"] == "user" for p in prompts for turn in p.turns)
     texts = [p.user_text() for p in chat_prompts(200)]
     assert len(set(texts)) == 200
 

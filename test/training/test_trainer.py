@@ -1,154 +1,249 @@
-"""The trainer: learns, resumes exactly, exports what the server loads."""
+"""The trainer: learns, resumes exactly, adds up over processes, stops cleanly."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, load_drafter
-from sglang_dlite.training.anchors import AnchorSet
+from sglang_dlite.drafter import HistoryAwareDrafter, load_drafter
 from sglang_dlite.training.config import TrainConfig, TrainConfigError, from_dict
-from sglang_dlite.training.simulate import simulate_greedy
-from sglang_dlite.training.trainer import RowSampler, Trainer, learning_rate
-from torch import nn
+from sglang_dlite.training.objective import Objective
+from sglang_dlite.training.session import Session
+from sglang_dlite.training.storage import StorageError
+from sglang_dlite.training.trainer import Trainer, TrainingDiverged
 
-from .conftest import HIDDEN, LAYERS, VOCAB, write_replies
-
-
-def _drafter() -> DLiteDrafter:
-    torch.manual_seed(1)
-    return DLiteDrafter(
-        DLiteConfig(
-            hidden_size=HIDDEN,
-            num_hidden_layers=1,
-            num_target_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=24,
-            vocab_size=VOCAB,
-            rms_norm_eps=1e-6,
-            rope_theta=10000.0,
-            block_size=4,
-            architecture_version="dlite_v2",
-            model_role="pivot_q_student",
-            anchor_group_size=2,
-            target_layer_ids=LAYERS,
-            sequential_head="rnn",
-            sequential_rank=8,
-            mask_token_id=3,
-        )
-    )
+from .conftest import MODEL
 
 
-def _config(folder: Path, **optim) -> TrainConfig:
-    settings = {"steps": 12, "batch_anchors": 8, "lr": 3e-3, "seed": 5} | optim
-    return from_dict(
-        {
-            "data": {"held_out_percent": 20},
-            "optim": settings,
-            "run": {
-                "folder": str(folder),
-                "bf16": False,
-                "log_every": 1,
-                "eval_every": 100,
-                "checkpoint_every": 5,
-            },
-        }
-    )
+def _raw(target: Path, data: Path, folder: Path) -> dict:
+    return {
+        "target": {"path": str(target), "dtype": "float32"},
+        "data": {"replies": [str(data)], "held_out_percent": 20, "states": "online"},
+        "model": MODEL,
+        "stages": {"unit": "steps", "stable": 10},
+        "loss": {"w_base": 0.06, "sample_positions": True},
+        "optim": {
+            "batch_replies": 6,
+            "anchors_per_reply": 4,
+            "micro_replies": 6,
+            "lr": 3e-3,
+            "seed": 5,
+        },
+        "run": {
+            "folder": str(folder),
+            "device": "cpu",
+            "bf16": False,
+            "log_every": 1,
+            "eval_every": 100,
+            "checkpoint_every": 4,
+        },
+    }
 
 
-def _trainer(data: Path, config: TrainConfig) -> Trainer:
-    torch.manual_seed(2)
-    embed = nn.Embedding(VOCAB, HIDDEN).requires_grad_(False)
-    return Trainer(config, _drafter(), embed, AnchorSet([data], 2, 3))
+@pytest.fixture
+def config(target: Path, data_folder: Path):
+    """config(folder, "section.key=value", ...)."""
+
+    def make(folder: Path, **sections) -> TrainConfig:
+        raw = _raw(target, data_folder, folder)
+        for name, values in sections.items():
+            raw[name] = raw.get(name, {}) | values
+        return from_dict(raw)
+
+    return make
 
 
-def _losses(folder: Path) -> list[float]:
+def _trainer(config: TrainConfig) -> Trainer:
+    session = Session(config)
+    trainer = session.trainer("drafter", session.fresh_drafter(), None)
+    assert trainer is not None
+    return trainer
+
+
+def _lines(folder: Path, kind: str) -> list[dict]:
     lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return [line for line in lines if line["kind"] == kind]
 
 
-def test_a_resumed_run_repeats_the_unbroken_one(data_folder: Path, tmp_path: Path) -> None:
-    whole = _trainer(data_folder, _config(tmp_path / "whole"))
+def test_a_resumed_run_repeats_the_unbroken_one(config, tmp_path: Path) -> None:
+    whole = _trainer(config(tmp_path / "whole"))
     whole.run()
-    broken = _trainer(data_folder, _config(tmp_path / "broken"))
-    for _ in range(5):
-        broken.train_step()
-    broken.save()
-    for _ in range(2):
-        broken.train_step()  # lost with the kill
-    again = _trainer(data_folder, _config(tmp_path / "broken"))
-    assert again.resume() and again.step == 5
+    losses = {x["step"]: x["loss"] for x in _lines(tmp_path / "whole", "train")}
+    assert list(losses) == list(range(1, 11))
+
+    class Killed(Exception):
+        pass
+
+    broken = _trainer(config(tmp_path / "broken"))
+    step, count = broken.train_step, 0
+
+    def killed() -> float:
+        nonlocal count
+        count += 1
+        if count > 6:  # the last checkpoint is of step 4
+            raise Killed
+        return step()
+
+    broken.train_step = killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        broken.run()
+    again = _trainer(config(tmp_path / "broken"))
+    assert again.step == 4
     again.run()
-    expected = _losses(tmp_path / "whole")[5:]
-    assert _losses(tmp_path / "broken") == pytest.approx(expected, abs=1e-6)
-    for name, weight in whole.drafter.state_dict().items():
-        torch.testing.assert_close(again.drafter.state_dict()[name], weight, atol=1e-6, rtol=0)
+    resumed = {x["step"]: x["loss"] for x in _lines(tmp_path / "broken", "train")}
+    assert resumed == pytest.approx(losses, abs=1e-6)
+    assert len(_lines(tmp_path / "broken", "train")) == 10  # no step twice
+    for name, weight in whole.model.state_dict().items():
+        torch.testing.assert_close(again.model.state_dict()[name], weight, atol=1e-6, rtol=0)
 
 
-def test_resuming_with_other_settings_is_refused(data_folder: Path, tmp_path: Path) -> None:
-    trainer = _trainer(data_folder, _config(tmp_path))
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_accumulation_does_not_change_the_step(config, tmp_path: Path, micro: int) -> None:
+    loss = {"w_base": 0.06, "sample_positions": False}
+    one = _trainer(config(tmp_path / "one", loss=loss))
+    many = _trainer(config(tmp_path / "many", loss=loss, optim={"micro_replies": micro}))
+    assert many.train_step() == pytest.approx(one.train_step(), abs=1e-5)
+    for a, b in zip(one.model.parameters(), many.model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-3)
+
+
+_WORKER = """
+import sys, torch
+from pathlib import Path
+from sglang_dlite.training.config import load_config
+from sglang_dlite.training.session import Session
+session = Session(load_config(Path(sys.argv[1]), sys.argv[2:]))
+trainer = session.trainer("drafter", session.fresh_drafter(), None)
+losses = [trainer.train_step() for _ in range(3)]
+if session.world.is_main:
+    torch.save((losses, trainer.model.state_dict()), trainer.folder / "result.pt")
+session.world.close()
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_two_processes_give_the_result_of_one(
+    target: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    raw = _raw(target, data_folder, tmp_path)
+    raw["optim"]["micro_replies"] = 2  # three micro-batches: one process gets two of them
+    (tmp_path / "config.yaml").write_text(json.dumps(raw))
+    port = str(_free_port())
+    workers = []
+    for rank in range(2):
+        env = os.environ | {
+            "WORLD_SIZE": "2", "RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-c", _WORKER, str(tmp_path / "config.yaml")]
+        workers.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    for worker in workers:
+        _, errors = worker.communicate(timeout=120)
+        assert worker.returncode == 0, errors
+    losses, weights = torch.load(tmp_path / "result.pt")
+    alone = _trainer(from_dict(raw))
+    assert losses == pytest.approx([alone.train_step() for _ in range(3)], abs=1e-6)
+    for name, weight in alone.model.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, atol=2e-6, rtol=1e-5)
+
+
+def test_a_loss_that_is_no_number_stops_and_saves_the_batch(
+    config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _trainer(config(tmp_path))
     trainer.save()
-    with pytest.raises(TrainConfigError, match=r"other settings: optim"):
-        _trainer(data_folder, _config(tmp_path, lr=1e-3)).resume()
-    write_replies(data_folder, "part-2", [5])
-    with pytest.raises(TrainConfigError, match=r"data \("):
-        _trainer(data_folder, _config(tmp_path)).resume()
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    loss = Objective.loss
+    monkeypatch.setattr(Objective, "loss", lambda *args: loss(*args) * float("nan"))
+    with pytest.raises(TrainingDiverged, match=r"loss is nan.*diverged-step0-rank0\.pt"):
+        trainer.run()
+    saved = torch.load(tmp_path / "diverged-step0-rank0.pt")
+    assert saved["step"] == 0 and len(saved["picks"]) == 6
+    rows = sum(len(places) for _, places in saved["picks"])
+    assert saved["batch"]["labels"].shape == (rows, 4)
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    monkeypatch.undo()
+    assert _trainer(config(tmp_path)).run()  # from the checkpoint before
 
 
-def test_training_lowers_the_loss_and_exports(data_folder: Path, tmp_path: Path) -> None:
-    trainer = _trainer(data_folder, _config(tmp_path / "run", steps=60, lr=1e-2))
-    result = trainer.run()
-    losses = _losses(tmp_path / "run")
-    assert sum(losses[-10:]) < 0.97 * sum(losses[:10])
-    assert result["expected_length"] >= 1
-    loaded = load_drafter(tmp_path / "run" / "drafter")
-    assert loaded.dtype == torch.bfloat16 and loaded.config == trainer.drafter.config
+def test_a_full_disk_leaves_the_checkpoint_and_resuming_works(
+    config, tmp_path: Path, file_size_limit
+) -> None:
+    trainer = _trainer(config(tmp_path))
+    trainer.train_step()
+    trainer.save()
+    kept = (tmp_path / "checkpoint.pt").read_bytes()
+    trainer.train_step()
+    with file_size_limit(20_000), pytest.raises(StorageError, match=r"checkpoint\.pt.*intact"):
+        trainer.save()
+    assert (tmp_path / "checkpoint.pt").read_bytes() == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    again = _trainer(config(tmp_path))
+    assert again.step == 1
+    assert again.run()
 
 
-def test_simulated_acceptance_equals_a_walk_reply_by_reply(data_folder: Path) -> None:
-    anchors = AnchorSet([data_folder], 2, 3)
-    torch.manual_seed(0)
-    tokens = torch.randint(0, VOCAB, (anchors.num_rows, 3))
-    for row in range(anchors.num_rows):  # make many drafts right
-        labels, _ = anchors.labels(torch.tensor([row]).numpy())
-        right = int(torch.randint(0, 4, ()))
-        tokens[row, :right] = labels[0, :right]
-
-    class Oracle:
-        def draft(self, states, group, embed):
-            ids = [next(i for i in range(anchors.num_rows) if _same(i, s)) for s in states]
-            return type("Block", (), {"token_ids": tokens[ids]})
-
-    def _same(row: int, states: torch.Tensor) -> bool:
-        return torch.equal(anchors.states(torch.tensor([row]).numpy())[0], states)
-
-    got = simulate_greedy(Oracle(), None, anchors, anchors.replies)
-    for reply, count in zip(anchors.replies, got, strict=True):
-        place = passes = accepted = 0
-        while place < reply.length - 1:
-            labels, labelled = anchors.labels(torch.tensor([reply.row + place]).numpy())
-            n = 0
-            while n < 3 and labelled[0, n] and tokens[reply.row + place, n] == labels[0, n]:
-                n += 1
-            passes, accepted, place = passes + 1, accepted + n, place + n + 1
-        assert (count.passes, count.accepted) == (passes, accepted)
+def test_resuming_with_other_settings_is_refused(config, tmp_path: Path) -> None:
+    _trainer(config(tmp_path)).save()
+    with pytest.raises(TrainConfigError, match=r"other settings: optim was .*'lr': 0\.003"):
+        _trainer(config(tmp_path, optim={"lr": 1e-3}))
+    with pytest.raises(TrainConfigError, match="other settings: stages"):
+        _trainer(config(tmp_path, stages={"stable": 11}))
+    with pytest.raises(TrainConfigError, match="other settings: data"):
+        _trainer(config(tmp_path, data={"held_out_percent": 30}))
 
 
-def test_each_epoch_visits_every_row_once() -> None:
-    import numpy as np
+def test_training_lowers_the_loss_and_keeps_the_best(config, tmp_path: Path) -> None:
+    trainer = _trainer(
+        config(tmp_path, stages={"stable": 60}, optim={"lr": 1e-2}, run={"eval_every": 15})
+    )
+    best = trainer.run()
+    losses = [line["loss"] for line in _lines(tmp_path, "train")]
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+    evaluations = _lines(tmp_path, "eval")
+    assert [line["step"] for line in evaluations] == [15, 30, 45, 60]
+    assert best["tau"]["mean"] == max(line["tau"]["mean"] for line in evaluations)
+    loaded = load_drafter(tmp_path / "best")
+    assert loaded.dtype == torch.bfloat16 and loaded.config == trainer.model.config
+    assert list((tmp_path / "tensorboard").glob("events.*"))
 
-    sampler = RowSampler(np.arange(100, 124), batch=6, seed=0)
-    epochs = [[*map(tuple, (sampler.rows(4 * e + i) for i in range(4)))] for e in range(2)]
-    for epoch in epochs:
-        assert sorted(x for rows in epoch for x in rows) == list(range(100, 124))
-    assert epochs[0] != epochs[1]
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["drafter", "teacher"])
+def test_compiled_steps_are_the_eager_ones(config, tmp_path: Path, name: str) -> None:
+    losses = []
+    for compiled in (False, True):
+        settings = config(
+            tmp_path / str(compiled), run={"compile": compiled}, stages={"teacher": 4}
+        )
+        session = Session(settings)
+        model = session.fresh_drafter()
+        if name == "teacher":
+            torch.manual_seed(0)
+            model = HistoryAwareDrafter(session.shape, settings.model.window)
+        trainer = session.trainer(name, model, None)
+        assert trainer is not None
+        losses.append([trainer.train_step() for _ in range(4)])
+        trainer.evaluate()
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
-def test_learning_rate_warms_up_and_decays() -> None:
-    rates = [learning_rate(step, 100, 1.0, 0.04) for step in range(100)]
-    assert rates[0] == 0.25 and max(rates) == 1.0 == rates[4]
-    assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] < 0.01
+def test_bf16_compute_keeps_fp32_master_weights(config, tmp_path: Path) -> None:
+    trainer = _trainer(config(tmp_path, run={"bf16": True}))
+    whole = _trainer(config(tmp_path))
+    assert trainer.train_step() == pytest.approx(whole.train_step(), rel=0.02)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    moments = [v for s in trainer.optimizer.state.values() for v in s.values() if v.dim()]
+    assert {moment.dtype for moment in moments} == {torch.float32}

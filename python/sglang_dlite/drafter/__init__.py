@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sglang_dlite.drafter.checkpoint import CheckpointError, load_drafter, save_drafter
 from sglang_dlite.drafter.config import DLiteConfig, DrafterConfigError
+from sglang_dlite.drafter.history import HistoryAwareDrafter, HistoryWindow
 from sglang_dlite.drafter.model import DLiteDrafter, DraftBlock
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "DLiteDrafter",
     "DraftBlock",
     "DrafterConfigError",
+    "HistoryAwareDrafter",
+    "HistoryWindow",
     "load_drafter",
     "save_drafter",
 ]

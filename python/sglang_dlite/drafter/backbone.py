@@ -23,6 +23,9 @@ class Constants(nn.Module):
     is done to the module, the buffers are then the CPU originals again, moved, dtype kept.
     """
 
+    # Which keys a query may see; only the history-aware teacher hides any (see history.py).
+    key_mask: Tensor | None = None
+
     def __init__(self, **values: Tensor) -> None:
         super().__init__()
         self._originals = values
@@ -109,10 +112,15 @@ class Attention(nn.Module):
         v = self.v_proj(source).view(n, num_keys, self.num_kv_heads, self.head_dim)
         # The queries are the last T of the keys, and so are their positions.
         cos, sin = constants.key_cos, constants.key_sin  # [S+T, d]
-        q = rotate(self.q_norm(q).transpose(1, 2), cos[-num_queries:], sin[-num_queries:])
+        query_cos, query_sin = cos[..., -num_queries:, :], sin[..., -num_queries:, :]
+        q = rotate(self.q_norm(q).transpose(1, 2), query_cos, query_sin)
         k = rotate(self.k_norm(k).transpose(1, 2), cos, sin)  # [n, Hkv, S+T, d]
         out = F.scaled_dot_product_attention(
-            q, k, v.transpose(1, 2), enable_gqa=self.num_heads != self.num_kv_heads
+            q,
+            k,
+            v.transpose(1, 2),
+            attn_mask=constants.key_mask,
+            enable_gqa=self.num_heads != self.num_kv_heads,
         )  # [n, Hq, T, d]
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,16 +63,26 @@ class DLiteDrafter(nn.Module):
         token_group [n, G] int64: the real tokens ending in the anchor. Raises ValueError on other
         shapes or dtypes.
         """
-        config = self.config
-        n = token_group.shape[0]
+        context = self.context_slots(pivot_states, token_group)
+        return self.run_layers(context, token_group, embed, self.constants)
+
+    def context_slots(self, pivot_states: Tensor, token_group: Tensor) -> Tensor:
+        """The S context slots [n, S, h] of `backbone`, whose arguments these are."""
+        config, n = self.config, token_group.shape[0]
         _check("pivot_states", pivot_states, (n, config.num_pivot_states, config.hidden_size))
         self._check_token_group(token_group, n)
         depth = self.layer_depth_embedding(self.constants.layer_ids)  # [S, h]
-        context = self.context_norm(pivot_states.to(self.dtype) + depth)  # [n, S, h]
+        return self.context_norm(pivot_states.to(self.dtype) + depth)
+
+    def run_layers(
+        self, context: Tensor, token_group: Tensor, embed: Embed, constants: Any
+    ) -> Tensor:
+        """Prediction hiddens [n, K, h] over context [n, C, h]; `constants` place its C+T keys."""
+        config, n = self.config, token_group.shape[0]
         masks = token_group.new_full((n, config.num_drafts), config.mask_token_id)  # [n, K]
         x = embed(torch.cat([token_group, masks], dim=1)).to(self.dtype)  # [n, T, h], T = G+K
         for layer in self.layers:
-            x = layer(x, context, self.constants)
+            x = layer(x, context, constants)
         return self.norm(x[:, -config.num_drafts :])
 
     def head_vectors(
@@ -109,8 +119,13 @@ class DLiteDrafter(nn.Module):
         hold it all, if `embed` can be captured. On a tie the lowest id is taken: torch does not
         promise it, its CPU and CUDA reductions do it, and a test holds the CPU to it.
         """
+        return self.draft_from(self.backbone(pivot_states, token_group, embed), token_group)
+
+    @torch.no_grad()
+    def draft_from(self, prediction_hidden: Tensor, token_group: Tensor) -> DraftBlock:
+        """The greedy block from the backbone's hiddens [n, K, h]: the serial half of `draft`."""
         head = self.sequential_head
-        projected = head.project_hidden(self.backbone(pivot_states, token_group, embed))
+        projected = head.project_hidden(prediction_hidden)
         state = head.initial_state(token_group)
         token = token_group[:, -1]  # the anchor
         tokens, vectors = [], []

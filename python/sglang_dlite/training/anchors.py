@@ -1,148 +1,188 @@
-"""Anchors: which row, which tokens and which labels make one training example.
+"""Anchors: which rows, which tokens and which labels make one training example.
 
-Symbols as in the paper: Reply token r stands at position a; the row that produced it is
-the pivot a-1. An anchor at r therefore takes: states of row r, the G tokens ending in r, labels
-r+1..r+K, previous tokens r..r+K-1, target laws of rows r+1..r+K (row r+j is position a+j-1).
+Reply token r (its *place*) stands at position a = prompt length + r. An anchor there takes: the
+states of row a-1, the G tokens ending in a, the tokens a+1..a+K, and the target's laws of rows
+a..a+K-1. The CE labels are those laws' likeliest tokens, which for greedy replies are the tokens
+a+1..a+K themselves; the head is fed the reply's own tokens (DLite's development repository).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_dlite.training.replies import Part, ReplyStoreError, StoreFormat, read_parts
-
-
-class AnchorBatch(NamedTuple):
-    """n anchors, ready for the drafter."""
-
-    pivot_states: Tensor  # [n, S, h] bf16
-    token_group: Tensor  # [n, G] int64, ends in the anchor
-    previous_tokens: Tensor  # [n, K] int64, column 0 is the anchor
-    labels: Tensor  # [n, K] int64, 0 where there is none
-    labelled: Tensor  # [n, K] bool
-    top_ids: Tensor  # [n, K, M] int64
-    top_logprobs: Tensor  # [n, K, M] float16
+from sglang_dlite.drafter import DLiteConfig, HistoryWindow
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Where one reply lies in the flat arrays."""
+    """One reply of the target and the prompt it answers."""
 
     id: str
     source: str
-    row: int  # first row, global
-    length: int  # reply tokens
+    turn: int
+    prompt_ids: np.ndarray  # int32
+    reply_ids: np.ndarray  # int32
+
+    @property
+    def length(self) -> int:
+        return len(self.reply_ids)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.concatenate([self.prompt_ids, self.reply_ids])
+
+    @property
+    def places(self) -> np.ndarray:
+        """All places that can be anchors: those with a label."""
+        return np.arange(max(0, self.length - 1))
 
 
-def is_held_out(prompt_id: str, percent: float) -> bool:
-    """Whether a prompt belongs to the held-out share; all turns of a session go together."""
-    session = prompt_id.rsplit("#", 1)[0]
-    digest = hashlib.sha256(session.encode()).digest()
-    return int.from_bytes(digest[:4], "big") < percent / 100 * 2**32
+class Pick(NamedTuple):
+    """Some anchors of one reply."""
+
+    reply: int  # its index among the replies
+    places: np.ndarray  # int64
 
 
-class AnchorSet:
-    """All rows of one or more data sets, addressed by a global row number."""
+@dataclass(frozen=True)
+class AnchorSpec:
+    """What a drafter (or a teacher) needs to know of an anchor."""
 
-    def __init__(self, folders: Sequence[Path], group_size: int, num_drafts: int) -> None:
-        """group_size: G; num_drafts: K. Raises `ReplyStoreError` where formats differ."""
-        self.group_size, self.num_drafts = group_size, num_drafts
-        formats = [StoreFormat.read(folder) for folder in folders]
-        if not formats:
-            raise ReplyStoreError("no data set given: set data.folders")
-        self.format = formats[0]
-        for folder, other in zip(folders, formats, strict=True):
-            if (other.row_bytes, other.target_layer_ids) != (
-                self.format.row_bytes,
-                self.format.target_layer_ids,
-            ):
-                raise ReplyStoreError(f"{folder} has another format than {folders[0]}")
-        self._parts: list[Part] = []
-        self._starts: list[int] = []
-        self.replies: list[Reply] = []
-        tokens: list[np.ndarray] = []
-        places: list[np.ndarray] = []
-        remaining: list[np.ndarray] = []
-        rows = offset = 0
-        for folder in folders:
-            for part in read_parts(folder):
-                self._parts.append(part)
-                self._starts.append(rows)
-                for record in part.records:
-                    reply = record["reply_ids"]
-                    lead = ([0] * group_size + record["prompt_tail"])[-group_size:]
-                    tokens.append(np.array([*lead, *reply], dtype=np.int64))
-                    start = offset + group_size
-                    places.append(np.arange(start, start + len(reply)))
-                    remaining.append(np.arange(len(reply) - 1, -1, -1))
-                    self.replies.append(
-                        Reply(record["id"], record["source"], rows + record["row"], len(reply))
-                    )
-                    offset += group_size + len(reply)
-                rows += len(part.states)
-        if not tokens:
-            raise ReplyStoreError(f"no replies in {', '.join(map(str, folders))}")
-        self._tokens = np.concatenate(tokens)  # per reply: G prompt tokens, then the reply
-        self._place = np.concatenate(places)  # row -> index in _tokens
-        self._remaining = np.concatenate(remaining)  # row -> labels that follow
-        self.num_rows = rows
-        assert len(self._place) == rows
+    layer_ids: tuple[int, ...]  # of the S pivot states
+    group_size: int  # G
+    num_drafts: int  # K
+    top_k: int  # of the target's law; 0: all of it
+    window: int = 0  # W of the teacher; 0: no history
 
-    def rows_of(self, replies: Sequence[Reply]) -> np.ndarray:
-        """The rows of these replies that can be anchors: those with at least one label."""
-        spans = [np.arange(r.row, r.row + r.length - 1) for r in replies if r.length > 1]
-        return np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)
-
-    def states(self, rows: np.ndarray) -> Tensor:
-        """Pivot states [n, S, h] bf16 of these rows."""
-        return torch.from_numpy(self._take("states", rows)).view(torch.bfloat16)
-
-    def token_group(self, rows: np.ndarray) -> Tensor:
-        """[n, G] int64: the real tokens ending in each row's reply token."""
-        back = np.arange(-self.group_size + 1, 1)
-        return torch.from_numpy(self._tokens[self._place[rows][:, None] + back])
-
-    def labels(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Labels [n, K] int64 and whether there is one [n, K] bool."""
-        ahead = np.arange(1, self.num_drafts + 1)
-        labelled = ahead <= self._remaining[rows][:, None]
-        index = np.where(labelled, self._place[rows][:, None] + ahead, 0)
-        labels = np.where(labelled, self._tokens[index], 0)
-        return torch.from_numpy(labels), torch.from_numpy(labelled)
-
-    def batch(self, rows: np.ndarray) -> AnchorBatch:
-        """The training example of each row."""
-        labels, labelled = self.labels(rows)
-        group = self.token_group(rows)
-        previous = torch.cat([group[:, -1:], labels[:, :-1]], 1)
-        ahead = np.arange(1, self.num_drafts + 1)
-        law_rows = np.where(labelled.numpy(), rows[:, None] + ahead, rows[:, None]).reshape(-1)
-        shape = (len(rows), self.num_drafts, self.format.top_count)
-        top_ids = torch.from_numpy(self._take("top_ids", law_rows)).long().view(shape)
-        top_logprobs = torch.from_numpy(self._take("top_logprobs", law_rows)).view(shape)
-        return AnchorBatch(
-            self.states(rows), group, previous, labels, labelled, top_ids, top_logprobs
+    @classmethod
+    def of(cls, config: DLiteConfig, top_k: int, window: int = 0) -> AnchorSpec:
+        return cls(
+            config.target_layer_ids, config.anchor_group_size, config.num_drafts, top_k, window
         )
 
-    def _take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        owner = np.searchsorted(self._starts, rows, side="right") - 1
-        first = getattr(self._parts[0], name)
-        out = np.empty((len(rows), *first.shape[1:]), dtype=first.dtype)
-        for index in np.unique(owner):
-            mine = owner == index
-            out[mine] = getattr(self._parts[index], name)[rows[mine] - self._starts[index]]
-        return out
+
+class TopLaw(NamedTuple):
+    """The target's law on its M likeliest tokens."""
+
+    ids: Tensor  # [n, K, M] int64
+    logprobs: Tensor  # [n, K, M]
 
 
-def split(replies: Sequence[Reply], percent: float) -> tuple[list[Reply], list[Reply]]:
-    """(training replies, held-out replies)."""
-    held = [r for r in replies if is_held_out(r.id, percent)]
-    return [r for r in replies if not is_held_out(r.id, percent)], held
+class HiddenLaw(NamedTuple):
+    """The whole law, as the input of the target's lm_head."""
+
+    hidden: Tensor  # [n, K, h]
+
+
+class AnchorBatch(NamedTuple):
+    """n anchors, ready for the drafter. Where `labelled` is false, the rest means nothing."""
+
+    pivot_states: Tensor  # [n, S, h]
+    token_group: Tensor  # [n, G] int64, ends in the anchor
+    next_tokens: Tensor  # [n, K] int64, the reply's
+    labels: Tensor  # [n, K] int64, the target's likeliest
+    labelled: Tensor  # [n, K] bool: the reply has that token
+    law: TopLaw | HiddenLaw
+    window: HistoryWindow | None
+
+    @property
+    def previous_tokens(self) -> Tensor:
+        """[n, K] int64: the token before each draft; column 0 is the anchor."""
+        return torch.cat([self.token_group[:, -1:], self.next_tokens[:, :-1]], 1)
+
+
+class Tokens(NamedTuple):
+    """The token part of a batch."""
+
+    group: Tensor  # [m, G] int64
+    following: Tensor  # [m, K] int64, 0 where there is none
+    labelled: Tensor  # [m, K] bool
+
+
+def anchor_tokens(reply: Reply, places: np.ndarray, spec: AnchorSpec) -> Tokens:
+    """Group, following tokens and label mask of these anchors; token 0 before the prompt."""
+    tokens = reply.tokens.astype(np.int64)
+    a = len(reply.prompt_ids) + places
+    back = a[:, None] + np.arange(1 - spec.group_size, 1)
+    group = np.where(back >= 0, tokens[np.maximum(back, 0)], 0)
+    ahead = a[:, None] + np.arange(1, spec.num_drafts + 1)
+    labelled = ahead < len(tokens)
+    following = np.where(labelled, tokens[np.minimum(ahead, len(tokens) - 1)], 0)
+    return Tokens(*map(torch.from_numpy, (group, following, labelled)))
+
+
+def law_places(places: np.ndarray, num_drafts: int, length: int) -> np.ndarray:
+    """The reply places whose rows' laws these anchors need, sorted: r..r+K-1 below length-1."""
+    wanted = (places[:, None] + np.arange(num_drafts)).ravel()
+    return np.unique(wanted[wanted < length - 1])
+
+
+def window_positions(reply: Reply, places: np.ndarray, window: int) -> np.ndarray:
+    """Positions a-W..a-2 of each anchor, [m, W-1]; negative where there is none."""
+    a = len(reply.prompt_ids) + places
+    return a[:, None] + np.arange(-window, -1)
+
+
+def concatenate(batches: Sequence[AnchorBatch]) -> AnchorBatch:
+    """One batch of all anchors; the windows' features are put behind each other."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    plain = {
+        name: torch.cat([getattr(batch, name) for batch in batches])
+        for name in ("pivot_states", "token_group", "next_tokens", "labels", "labelled")
+    }
+    law = type(first.law)(*map(torch.cat, zip(*(batch.law for batch in batches), strict=True)))
+    window = None
+    if first.window is not None:
+        parts, start = [], 0
+        for batch in batches:
+            assert batch.window is not None
+            parts.append(batch.window._replace(index=batch.window.index + start))
+            start += len(batch.window.features)
+        window = HistoryWindow(*map(torch.cat, zip(*parts, strict=True)))
+    return AnchorBatch(**plain, law=law, window=window)
+
+
+def select(batch: AnchorBatch, rows: Tensor) -> AnchorBatch:
+    """The anchors `rows` [m] of a batch; of the windows' features only what they see."""
+    window = batch.window
+    if window is not None:
+        seen, index = window.index[rows].unique(return_inverse=True)
+        window = HistoryWindow(
+            window.features[seen], index, window.valid[rows], window.position[rows]
+        )
+    return _mapped(batch, lambda part: part[rows])._replace(window=window)
+
+
+def to_device(batch: AnchorBatch, device: torch.device) -> AnchorBatch:
+    """The batch on another device."""
+    window = batch.window and HistoryWindow(*(part.to(device) for part in batch.window))
+    return _mapped(batch, lambda part: part.to(device))._replace(window=window)
+
+
+def _mapped(batch: AnchorBatch, change: Callable[[Tensor], Tensor]) -> AnchorBatch:
+    """The batch with `change` done to all but its window."""
+    return AnchorBatch(
+        change(batch.pivot_states),
+        change(batch.token_group),
+        change(batch.next_tokens),
+        change(batch.labels),
+        change(batch.labelled),
+        type(batch.law)(*map(change, batch.law)),
+        batch.window,
+    )
+
+
+def is_held_out(reply_id: str, percent: float) -> bool:
+    """Whether a reply belongs to the held-out share; all turns of a session go together."""
+    session = reply_id.rsplit("#", 1)[0]
+    digest = hashlib.sha256(session.encode()).digest()
+    return int.from_bytes(digest[:4], "big") < percent / 100 * 2**32

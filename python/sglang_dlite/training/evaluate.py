@@ -1,118 +1,201 @@
-"""`sglang-dlite eval`: the acceptance length of a drafter as SGLang serves it, by prompt file."""
+"""`sglang-dlite eval`: acceptance and speed of a drafter as SGLang serves it."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dlite.training.prompts import Prompt, PromptError, load_prompts
-
-
-@dataclass
-class Served:
-    """Counts over the replies to one prompt file."""
-
-    source: str
-    prompts: int = 0
-    output_tokens: int = 0
-    verify_passes: int = 0
-    accepted_drafts: int = 0
-    tau: float = float("nan")
-
-    def add(self, meta: dict[str, Any]) -> None:
-        """Count one reply by SGLang's meta_info; tau = 1 + accepted drafts / verify passes."""
-        self.prompts += 1
-        self.output_tokens += meta["completion_tokens"]
-        self.verify_passes += meta["spec_verify_ct"]
-        self.accepted_drafts += meta["spec_num_correct_drafts"]
-        if self.verify_passes:
-            self.tau = 1 + self.accepted_drafts / self.verify_passes
+from sglang_dlite.training.answering import Answer, Answering, AnsweringError, Ask, engine_ask
+from sglang_dlite.training.dataset import ReplyRecord
+from sglang_dlite.training.eval_metrics import Measured, summarise
+from sglang_dlite.training.generate import add_prompt_arguments, load_prompt_groups
+from sglang_dlite.training.prompts import Prompt, PromptError
+from sglang_dlite.training.reply_kinds import is_looping, lookup_walk
+from sglang_dlite.training.serving import add_engine_arguments, engine
+from sglang_dlite.training.storage import StorageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", help="HF directory or name of the target (default: the embedded model)")
     add("--drafter", help="drafter directory (default: the shipped one)")
-    add(
-        "--prompts",
-        action="append",
-        required=True,
-        metavar="FILE[:FIELD]",
-        help="JSONL of OpenAI-style messages, or of FIELD as the user message; repeatable",
-    )
-    add("--limit", type=int, help="use at most this many prompts of each file")
+    add_prompt_arguments(parser)
     add("--max-new-tokens", type=int, default=128)
-    add("--temperature", type=float, default=0.0)
-    add("--concurrency", type=int, default=8, help="requests decoded at once")
-    add("--json", type=Path, help="also write the counts to this file")
+    add("--min-prompt-tokens", type=int, default=0, help="shorter prompts are not counted")
+    add("--max-prompt-tokens", type=int, default=6144, help="longer prompts are left out")
+    add(
+        "--temperature",
+        type=float,
+        action="append",
+        metavar="T",
+        help="repeatable (default: 0, greedy)",
+    )
+    add("--no-baseline", action="store_true", help="do not time the target without a drafter")
+    add("--out", type=Path, default=Path("work/eval-report"), help="folder of the report")
+    add_engine_arguments(parser, concurrency=1)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        groups = [load_prompts(spec)[: args.limit] for spec in args.prompts]
-    except PromptError as error:
+        evaluate(args)
+    except (PromptError, AnsweringError, StorageError) as error:
         print(f"eval: {error}", file=sys.stderr)
         return 1
-    # A polite kill must still end the engine's processes: they hold the memory.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    results = [result for result in serve(args, groups) if result.prompts]
-    mean = sum(result.tau for result in results) / len(results)
-    print(f"{'prompts':<32}{'replies':>8}{'tokens':>9}{'passes':>9}{'tau':>7}")
-    for r in results:
-        print(f"{r.source:<32}{r.prompts:>8}{r.output_tokens:>9}{r.verify_passes:>9}{r.tau:>7.2f}")
-    print(f"mean tau {mean:.3f}")
-    if args.json is not None:
-        report = {"mean_tau": mean, "sources": [asdict(result) for result in results]}
-        part = args.json.with_name(args.json.name + ".part")
-        part.write_text(json.dumps(report, indent=1) + "\n")
-        os.replace(part, args.json)
     return 0
 
 
-def serve(args: argparse.Namespace, groups: Sequence[Sequence[Prompt]]) -> list[Served]:
-    """Answer every prompt with a DLITE engine; one result per group. Only first turns are asked."""
-    import sglang
-    from tqdm import tqdm
+@dataclass
+class Collected:
+    """Replies in memory, with what the engine said of them."""
+
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    replies: list[tuple[ReplyRecord, Answer]] = field(default_factory=list)
+
+    def append(self, record: ReplyRecord) -> None:
+        self.done[record.id] = vars(record)
+
+    def keep(self, record: ReplyRecord, answer: Answer) -> None:
+        self.replies.append((record, answer))
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Play all prompts with the drafter and, on the same prompts, without; write the report."""
     from transformers import AutoTokenizer
 
-    from sglang_dlite import ALGORITHM
     from sglang_dlite.assets import shipped_drafter_dir
-    from sglang_dlite.embedded_model import prepare_embedded_model
+    from sglang_dlite.drafter import DLiteConfig
+    from sglang_dlite.training.eval_report import markdown, write_report
+    from sglang_dlite.training.targets import target_path
 
-    target = args.target or str(prepare_embedded_model())
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    params = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
-    engine = sglang.Engine(
-        model_path=target,
-        speculative_algorithm=ALGORITHM,
-        speculative_draft_model_path=str(args.drafter or shipped_drafter_dir()),
-        max_running_requests=args.concurrency,
-        mem_fraction_static=0.3,  # on a CPU this is a share of the machine
-        log_level="warning",
+    prompts = [prompt for group in load_prompt_groups(args) for prompt in group]
+    if not prompts:
+        raise PromptError("no prompts: give --prompts, --hf-dataset or --sessions")
+    drafter = str(args.drafter or shipped_drafter_dir())
+    tokenizer = AutoTokenizer.from_pretrained(target_path(args.target))
+    temperatures = args.temperature or [0.0]
+    with engine(args, drafter) as running:
+        num_drafts = running.get_server_info()["speculative_num_draft_tokens"] - 1
+        played = {
+            temperature: play(running, args, tokenizer, prompts, temperature)
+            for temperature in temperatures
+        }
+    rows = [
+        measured(record, answer, temperature, num_drafts)
+        for temperature, collected in played.items()
+        for record, answer in collected.replies
+        if len(record.prompt_ids) >= args.min_prompt_tokens
+    ]
+    if not args.no_baseline:
+        with engine(args) as running:
+            alone = {
+                temperature: play_again(running, args, collected, temperature)
+                for temperature, collected in played.items()
+            }
+        rows = [with_baseline(row, alone[row.temperature][row.id]) for row in rows]
+    report = {
+        "settings": {
+            "command": ["sglang-dlite", *sys.argv[1:]],
+            "drafter": DLiteConfig.from_pretrained(drafter).to_dict(),
+            "num_drafts": num_drafts,
+            "concurrency": args.concurrency,
+            "max_new_tokens": args.max_new_tokens,
+        },
+        "temperatures": {
+            str(temperature): summarise(
+                [row for row in rows if row.temperature == temperature], num_drafts
+            )
+            for temperature in temperatures
+        },
+    }
+    write_report(args.out, report, rows)
+    print(markdown(report))
+    print(f"The report, every reply and the plots are in {args.out}")
+
+
+def _params(args: argparse.Namespace, temperature: float) -> dict[str, Any]:
+    return {"temperature": temperature, "max_new_tokens": args.max_new_tokens}
+
+
+def play(
+    running: Any,
+    args: argparse.Namespace,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    temperature: float,
+) -> Collected:
+    """Answer every turn of every prompt."""
+    from tqdm import tqdm
+
+    running.flush_cache()
+    collected = Collected()
+    total = sum(len(prompt.turns) for prompt in prompts)
+    with tqdm(total=total, desc=f"DLITE, T={temperature}", unit="reply") as bar:
+
+        def on_reply(record: ReplyRecord, answer: Answer) -> None:
+            collected.keep(record, answer)
+            bar.update()
+
+        answering = Answering(
+            engine_ask(running), tokenizer, collected, _params(args, temperature),
+            args.max_prompt_tokens, on_reply, on_skip=bar.update,
+        )  # fmt: skip
+        running.loop.run_until_complete(answering.run(prompts, args.concurrency))
+    return collected
+
+
+def play_again(
+    running: Any, args: argparse.Namespace, played: Collected, temperature: float
+) -> dict[str, Answer]:
+    """The same prompts, in the same order, without a drafter; answers by id."""
+    import asyncio
+
+    from tqdm import tqdm
+
+    running.flush_cache()
+    ask: Ask = engine_ask(running)
+    answers: dict[str, Answer] = {}
+    waiting = iter(played.replies)
+    with tqdm(total=len(played.replies), desc=f"target alone, T={temperature}") as bar:
+
+        async def worker() -> None:
+            for record, _ in waiting:
+                answers[record.id] = await ask(record.prompt_ids, _params(args, temperature))
+                bar.update()
+
+        async def everything() -> None:
+            await asyncio.gather(*(worker() for _ in range(args.concurrency)))
+
+        running.loop.run_until_complete(everything())
+    return answers
+
+
+def measured(record: ReplyRecord, answer: Answer, temperature: float, num_drafts: int) -> Measured:
+    """One reply's figures from SGLang's meta_info."""
+    passes, accepted = lookup_walk(record.prompt_ids, answer.ids, num_drafts)
+    meta = answer.meta
+    return Measured(
+        id=record.id,
+        source=record.source,
+        category=record.category,
+        turn=record.turn,
+        temperature=temperature,
+        prompt_tokens=len(record.prompt_ids),
+        cached_tokens=meta.get("cached_tokens", 0),
+        output_tokens=meta["completion_tokens"],
+        seconds=answer.seconds,
+        # A reply of one token comes from the prefill alone: no pass, and no field for it.
+        verify_passes=meta.get("spec_verify_ct", 0),
+        accepted=meta.get("spec_num_correct_drafts", 0),
+        histogram=list(meta.get("spec_correct_drafts_histogram", [])),
+        looping=is_looping(answer.ids),
+        lookup_passes=passes,
+        lookup_accepted=accepted,
     )
-    try:
-        results = []
-        for group in groups:
-            served = Served(group[0].source if group else "(empty)")
-            # A few batches at a time, so that the bar moves.
-            step = 4 * args.concurrency
-            for start in tqdm(range(0, len(group), step), desc=served.source, unit="batch"):
-                texts = [
-                    tokenizer.apply_chat_template(
-                        list(prompt.messages), tokenize=False, add_generation_prompt=True
-                    )
-                    for prompt in group[start : start + step]
-                ]
-                for answer in engine.generate(prompt=texts, sampling_params=params):
-                    served.add(answer["meta_info"])
-            results.append(served)
-        return results
-    finally:
-        engine.shutdown()
+
+
+def with_baseline(row: Measured, answer: Answer) -> Measured:
+    """The row, with the target's own speed on the same prompt."""
+    return replace(row, alone_tokens=answer.meta["completion_tokens"], alone_seconds=answer.seconds)

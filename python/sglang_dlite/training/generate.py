@@ -1,4 +1,4 @@
-"""`sglang-dlite generate`: prompts in, the target's own greedy replies and states out."""
+"""`sglang-dlite generate`: prompts in, the target's own replies out."""
 
 from __future__ import annotations
 
@@ -8,53 +8,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sglang_dlite.training.answering import Answer, Answering, AnsweringError, engine_ask
+from sglang_dlite.training.dataset import DatasetError, Description, ReplyRecord, ReplyWriter
+from sglang_dlite.training.exclusion import excluded_texts, interleave, overlaps
 from sglang_dlite.training.prompts import (
-    Message,
     Prompt,
     PromptError,
-    excluded_texts,
-    interleave,
+    Turn,
+    load_hf_prompts,
     load_prompts,
-    overlaps,
-    single_turn,
+    parse_share,
 )
-from sglang_dlite.training.replies import ReplyStoreError, ReplyWriter, StoreFormat
+from sglang_dlite.training.provenance import without_folders
+from sglang_dlite.training.serving import add_engine_arguments, engine
+from sglang_dlite.training.storage import StorageError
+from sglang_dlite.training.targets import TargetError
 
 BUILTIN = ("stdlib-code", "stdlib-agent", "chat", "self-instruct")
-# Requests are decoded in rounds: a prefix of the run then holds every source in proportion.
-ROUND = 512
-# Longer prompts go to a batch of their own, where they do not widen everybody's attention.
-LONG_PROMPT = 400
-
-
-def select_target_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """The S layers whose outputs condition the drafter: first, last, and S-2 spread over [1, L-2].
-
-    The rule of the DLite release; e.g. L=36, S=14 -> 0,1,4,7,10,13,16,19,22,25,28,31,34,35.
-    """
-    if count < 1 or count > num_layers:
-        raise ValueError(f"target layers: {count} of {num_layers} cannot be selected")
-    if count == 1:
-        return (num_layers - 1,)
-    inner = count - 2
-    if inner == 1:
-        middle = [1 + round((num_layers - 3) * 0.5)]
-    else:
-        middle = [1 + round(i * (num_layers - 3) / (inner - 1)) for i in range(inner)]
-    return (0, *middle, num_layers - 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", help="HF directory or name of the target (default: the embedded model)")
     add("--out", required=True, type=Path, help="data set folder; a second run continues it")
-    add(
-        "--prompts",
-        action="append",
-        default=[],
-        metavar="FILE[:FIELD]",
-        help="JSONL (.gz): OpenAI-style messages, or FIELD as the user message; repeatable",
-    )
+    add_prompt_arguments(parser)
     add(
         "--builtin",
         action="append",
@@ -62,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=COUNT",
         help=f"prompts that need no file, NAME one of {', '.join(BUILTIN)}; repeatable",
     )
-    add("--limit", type=int, help="use at most this many prompts of each --prompts file")
     add(
         "--exclude",
         action="append",
@@ -71,214 +46,171 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="evaluation prompts that must not be used; repeatable",
     )
-    add("--max-new-tokens", type=int, default=160)
-    add("--target-layers", type=int, default=8, metavar="S", help="pivot states per token")
-    add("--top", type=int, default=48, metavar="M", help="target log-probabilities per token")
-    add("--slots", type=int, default=96, help="replies decoded at once")
-    add("--max-prompt-tokens", type=int, default=2600, help="longer prompts are skipped")
-    add("--shard", default="0/1", metavar="I/N", help="do the I-th of N shares, one per process")
-    add("--threads", type=int, help="CPU threads of this process")
-    add("--seed", type=int, default=0)
+    add("--max-new-tokens", type=int, default=256)
+    add("--max-prompt-tokens", type=int, default=6144, help="longer prompts are left out")
+    add("--temperature", type=float, default=0.0)
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=-1)
+    add("--format", choices=("jsonl", "parquet"), default="jsonl", help="of the full shards")
+    add("--shard-size", type=int, default=1000, help="replies per shard")
+    add("--share", default="0/1", metavar="I/N", help="do the I-th of N shares of the prompts")
+    add("--drafter", help="speed generation up with this drafter (replies stay the target's)")
+    add("--seed", type=int, default=0, help="of the builtin prompts")
+    add_engine_arguments(parser, concurrency=32)
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Prompt sources that `generate` and `eval` share."""
+    add = parser.add_argument
+    add(
+        "--prompts",
+        action="append",
+        default=[],
+        metavar="FILE[:FIELD]",
+        help="JSONL (.gz): OpenAI-style messages, or FIELD as the user turn(s); repeatable",
+    )
+    add(
+        "--hf-dataset",
+        action="append",
+        default=[],
+        metavar="NAME[@SPLIT][:FIELD]",
+        help="the same of a Hugging Face data set; repeatable",
+    )
+    add(
+        "--sessions",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="JSONL of agent sessions: every assistant turn is answered anew; repeatable",
+    )
+    add("--rows", metavar="[!]I/N", help="of --sessions: rows I modulo N, or (!) the others")
+    add("--limit", type=int, help="use at most this many prompts of each file")
+    add("--skip-bad-rows", action="store_true", help="leave out rows that cannot be used")
+
+
+def load_prompt_groups(args: argparse.Namespace) -> list[list[Prompt]]:
+    """The prompts of the shared options, one group per source."""
+    from sglang_dlite.training.sessions import load_sessions
+
+    skip = args.skip_bad_rows
+    groups = [load_prompts(spec, skip) for spec in args.prompts]
+    groups += [load_hf_prompts(spec, skip) for spec in args.hf_dataset]
+    groups += [load_sessions(path, args.rows, skip) for path in args.sessions]
+    return [group[: args.limit] for group in groups]
 
 
 def run(args: argparse.Namespace) -> int:
     try:
         generate(args)
-    except (PromptError, ReplyStoreError) as error:
+    except (PromptError, DatasetError, StorageError, TargetError, AnsweringError) as error:
         print(f"generate: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def collect_prompts(args: argparse.Namespace, questions: list[str]) -> list[Prompt]:
+def collect_prompts(args: argparse.Namespace) -> list[Prompt]:
     """All prompts of a run in their order, evaluation prompts taken out.
 
-    `questions`: what the `self-instruct` source yielded. Deterministic for the same arguments.
+    Deterministic for the same arguments. Sources are mixed so that any prefix is balanced.
     """
     from sglang_dlite.training.chat_prompts import chat_prompts
     from sglang_dlite.training.stdlib_prompts import agent_prompts, completion_prompts
 
-    groups = [load_prompts(spec)[: args.limit] for spec in args.prompts]
-    for name, count in _builtin_counts(args).items():
-        if name == "self-instruct":
-            groups.append([single_turn(f"{name}/{i}", name, q) for i, q in enumerate(questions)])
-        else:
-            maker = {"stdlib-code": completion_prompts, "stdlib-agent": agent_prompts}
-            groups.append(maker.get(name, chat_prompts)(count, args.seed))
+    makers: dict[str, Any] = {
+        "stdlib-code": completion_prompts,
+        "stdlib-agent": agent_prompts,
+        "chat": chat_prompts,
+        "self-instruct": lambda count, seed: [
+            Prompt(f"self-instruct-{seed}/{i}", "self-instruct", (Turn(()),), asks_itself=True)
+            for i in range(count)
+        ],
+    }
+    groups = load_prompt_groups(args)
+    for item in args.builtin:
+        name, _, count = item.partition("=")
+        if name not in makers or not count.isdigit():
+            raise PromptError(f"--builtin {item}: must be NAME=COUNT with NAME in {BUILTIN}")
+        groups.append(makers[name](int(count), args.seed))
     excluded = excluded_texts(args.exclude)
     kept = [[p for p in group if not overlaps(p, excluded)] for group in groups]
     dropped = sum(map(len, groups)) - sum(map(len, kept))
     if dropped:
         print(f"generate: {dropped} prompts overlap with --exclude, left out", file=sys.stderr)
-    return interleave([group for group in kept if group])
+    prompts = interleave([group for group in kept if group])
+    if not prompts:
+        raise PromptError("no prompts: give --prompts, --hf-dataset, --sessions or --builtin")
+    return prompts
 
 
-def _builtin_counts(args: argparse.Namespace) -> dict[str, int]:
-    counts = {}
-    for item in args.builtin:
-        name, _, count = item.partition("=")
-        if name not in BUILTIN or not count.isdigit():
-            raise PromptError(f"--builtin {item}: must be NAME=COUNT with NAME in {BUILTIN}")
-        counts[name] = int(count)
-    return counts
+def describe(args: argparse.Namespace) -> Description:
+    """The data set's description, with this run's provenance. Raises `TargetError`."""
+    from importlib.metadata import version
+
+    from transformers import AutoConfig
+
+    from sglang_dlite.training.targets import TargetShape, target_path
+
+    path = target_path(args.target)
+    shape = TargetShape.from_hf(AutoConfig.from_pretrained(path))
+    run = {
+        "command": ["sglang-dlite", *sys.argv[1:]],
+        "arguments": json.loads(json.dumps(vars(args), default=str)),
+        "versions": {n: version(n) for n in ("sglang-dlite", "sglang", "torch", "transformers")},
+    }
+    return Description(
+        target=Path(path).name,
+        architecture=shape.architecture,
+        vocab_size=shape.vocab_size,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        max_new_tokens=args.max_new_tokens,
+        provenance=[without_folders(run)],
+    )
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Decode this process's share, committing every few replies."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sglang_dlite.embedded_model import prepare_embedded_model
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    share, shares = (int(x) for x in args.shard.split("/"))
-    path = args.target or prepare_embedded_model()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    config = model.config
-    fmt = StoreFormat(
-        target=Path(path).name,
-        target_layer_ids=select_target_layers(config.num_hidden_layers, args.target_layers),
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        top_count=args.top,
-        max_new_tokens=args.max_new_tokens,
-    )
-    fmt.bind(args.out)
-    wanted = _builtin_counts(args).get("self-instruct", 0)
-    questions = self_instruct(args, model, tokenizer, share, shares, wanted)
-    prompts = collect_prompts(args, questions)
-    # Self-instruct questions are written per share, everything else is dealt out.
-    mine = [p for i, p in enumerate(prompts) if p.source == "self-instruct" or i % shares == share]
-    if shares > 1:
-        mine = [_prefixed(p, share) if p.source == "self-instruct" else p for p in mine]
-    writer = ReplyWriter(args.out, f"part-{share}", fmt)
-    decode_prompts(args, model, tokenizer, mine, writer, fmt)
-
-
-def _prefixed(prompt: Prompt, share: int) -> Prompt:
-    return Prompt(f"s{share}/{prompt.id}", prompt.source, prompt.messages, prompt.followups)
-
-
-def self_instruct(
-    args: argparse.Namespace, model: Any, tokenizer: Any, share: int, shares: int, count: int
-) -> list[str]:
-    """Let the target write user questions itself: the chat template's user header is the prompt.
-
-    Sampled at temperature 1, kept in a file of the data set, made once. Returns this share's.
-    """
-    if not count:
-        return []
-    path = args.out / f"self-instruct-{share}.json"
-    if path.exists():
-        return list(json.loads(path.read_text()))
+    """Answer this process's share of the prompts, keeping every reply as it comes."""
     from tqdm import tqdm
+    from transformers import AutoTokenizer
 
-    from sglang_dlite.training.decoder import Request, SlotDecoder
+    from sglang_dlite.training.targets import target_path
 
-    mark = "\u241f"
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-    header = tokenizer.encode(chat.split(mark)[0], add_special_tokens=False)
-    goal = -(-count // shares)
-    found: dict[str, None] = {}
-    bar = tqdm(total=goal, desc="self-instruct questions", unit="q", smoothing=0.1)
-    seed = args.seed * 1000 + share
-
-    def keep(request: Request) -> None:
-        text = tokenizer.decode(request.reply_ids, skip_special_tokens=True).strip()
-        finished = request.reply_ids[-1] in eos
-        if finished and len(text) >= 15 and len(found) < goal and text not in found:
-            found[text] = None
-            bar.update()
-
-    eos = _eos_ids(model)
-    decoder = SlotDecoder(model, (), eos, args.slots, 0, temperature=1.0, seed=seed)
-    while len(found) < goal:
-        missing = int(1.3 * (goal - len(found))) + 8
-        decoder.decode([Request(i, list(header)) for i in range(missing)], 80, keep)
-    bar.close()
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(list(found), ensure_ascii=False))
-    scratch.replace(path)
-    return list(found)
-
-
-def _eos_ids(model: Any) -> list[int]:
-    eos = model.generation_config.eos_token_id
-    return list(eos) if isinstance(eos, list) else [eos]
-
-
-def decode_prompts(
-    args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    prompts: list[Prompt],
-    writer: ReplyWriter,
-    fmt: StoreFormat,
-) -> None:
-    """Answer every turn of every prompt that the part does not hold yet."""
-    import torch
-    from tqdm import tqdm
-
-    from sglang_dlite.training.decoder import Request, SlotDecoder
-
-    decoder = SlotDecoder(model, fmt.target_layer_ids, _eos_ids(model), args.slots, args.top)
-    narrow = max(1, args.slots // 6)  # long prompts: fewer rows, about the same memory
-    total = sum(1 + len(p.followups) for p in prompts)
-    bar = tqdm(total=total, desc="replies", unit="reply", initial=len(writer.done), smoothing=0.05)
-    uncommitted = 0
-
-    def store(request: Request) -> None:
-        nonlocal uncommitted
-        prompt, turn = request.key
-        record = {
-            "id": f"{prompt.id}#{turn}",
-            "source": prompt.source,
-            "prompt_tokens": len(request.prompt_ids),
-            "prompt_tail": request.prompt_ids[-8:],
-            "reply_ids": request.reply_ids,
-            "text": tokenizer.decode(request.reply_ids, skip_special_tokens=True),
-        }
-        writer.append(
-            record,
-            torch.stack(request.states),
-            torch.stack(request.top_ids),
-            torch.stack(request.top_logprobs),
+    share, shares = parse_share(args.share)
+    prompts = collect_prompts(args)[share::shares]
+    description = describe(args)
+    tokenizer = AutoTokenizer.from_pretrained(target_path(args.target))
+    if len(tokenizer) > description.vocab_size:
+        raise DatasetError(
+            f"the tokenizer has {len(tokenizer)} tokens, the target's vocabulary "
+            f"{description.vocab_size}: they do not belong together"
         )
-        uncommitted += 1
-        if uncommitted >= 32:
-            writer.commit()
-            uncommitted = 0
-        bar.update()
-        bar.set_postfix(tokens=writer.rows)
+    description.bind(args.out)
+    writer = ReplyWriter(args.out, f"part-{share}", args.format == "parquet", args.shard_size)
+    wanted = {f"{p.id}#{turn}" for p in prompts for turn in range(len(p.turns))}
+    bar = tqdm(total=len(wanted), desc="replies", unit="reply", smoothing=0.05)
+    bar.update(len(wanted & writer.done.keys()))
+    tokens = 0
 
-    for start in range(0, len(prompts), ROUND):
-        chunk = prompts[start : start + ROUND]
-        for turn in range(max(1 + len(p.followups) for p in chunk)):
-            requests = []
-            for prompt in chunk:
-                if turn > len(prompt.followups) or f"{prompt.id}#{turn}" in writer.done:
-                    continue
-                ids = _prompt_ids(prompt, turn, writer, tokenizer)
-                if ids is not None and len(ids) <= args.max_prompt_tokens:
-                    requests.append(Request((prompt, turn), ids))
-            for long in (False, True):
-                some = [r for r in requests if (len(r.prompt_ids) > LONG_PROMPT) == long]
-                decoder.slots = narrow if long else args.slots
-                decoder.decode(some, args.max_new_tokens, store)
+    def on_reply(record: ReplyRecord, _: Answer) -> None:
+        nonlocal tokens
+        tokens += len(record.reply_ids)
+        bar.update()
+        seconds = bar.format_dict["elapsed"] or 1
+        bar.set_postfix(tokens=tokens, tok_s=f"{tokens / seconds:.0f}")
+
+    params = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "max_new_tokens": args.max_new_tokens,
+    }
+    with engine(args, args.drafter) as running:
+        answering = Answering(
+            engine_ask(running), tokenizer, writer, params, args.max_prompt_tokens, on_reply,
+            on_skip=lambda count: bar.update(count),
+        )  # fmt: skip
+        running.loop.run_until_complete(answering.run(prompts, args.concurrency))
     writer.close()
     bar.close()
-
-
-def _prompt_ids(prompt: Prompt, turn: int, writer: ReplyWriter, tokenizer: Any) -> list[int] | None:
-    """The conversation up to user turn `turn` as token ids; None if an earlier turn was skipped."""
-    messages: list[Message] = list(prompt.messages)
-    for earlier in range(turn):
-        record = writer.done.get(f"{prompt.id}#{earlier}")
-        if record is None:
-            return None
-        messages.append({"role": "assistant", "content": record["text"]})
-        messages.append({"role": "user", "content": prompt.followups[earlier]})
-    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(chat, add_special_tokens=False))

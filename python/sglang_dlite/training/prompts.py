@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -17,134 +17,180 @@ class PromptError(ValueError):
     """A prompt file cannot be used; the message names the file and line."""
 
 
+class Turn(NamedTuple):
+    """What is said before one reply of the target, and what then stands for that reply."""
+
+    messages: tuple[Message, ...]
+    # Recorded text of some other model: it goes on in the history, it is never a label. None: the
+    # target's own reply does.
+    recorded: str | None = None
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered by the target.
-
-    `messages` ends with a user message. After the reply to it, each of `followups` is sent as a
-    further user message, so that earlier assistant turns are always the target's own.
-    """
+    """One conversation; the target replies after each turn."""
 
     id: str
     source: str
-    messages: tuple[Message, ...]
-    followups: tuple[str, ...] = field(default=())
+    turns: tuple[Turn, ...]
+    category: str = ""
+    asks_itself: bool = False  # the user message, too, is written by the target
 
     def user_text(self) -> str:
-        parts = [m["content"] for m in self.messages if m["role"] == "user"]
-        return "\n".join([*parts, *self.followups])
+        messages = [message for turn in self.turns for message in turn.messages]
+        return "\n".join(m["content"] for m in messages if m["role"] == "user")
+
+
+def conversation(
+    id: str,
+    source: str,
+    messages: Iterable[Message],
+    followups: Iterable[str] = (),
+    category: str = "",
+) -> Prompt:
+    """Messages to reply to, then further user messages: earlier replies are the target's own."""
+    later = (Turn(({"role": "user", "content": text},)) for text in followups)
+    return Prompt(id, source, (Turn(tuple(messages)), *later), category)
 
 
 def single_turn(id: str, source: str, text: str) -> Prompt:
     """A prompt of one user message (the chat template adds the target's default system prompt)."""
-    return Prompt(id, source, ({"role": "user", "content": text},))
+    return conversation(id, source, [{"role": "user", "content": text}])
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, gzip-compressed if it is named `.gz`."""
+@dataclass
+class BadRows:
+    """Counts what cannot be used; refused or, only if asked for, skipped."""
+
+    skip: bool = False
+    found: list[str] = field(default_factory=list)
+
+    def add(self, where: str, problem: str) -> None:
+        self.found.append(f"{where}: {problem}")
+
+    def settle(self, name: str, total: int) -> None:
+        """Report what was found in a file. Raises `PromptError` unless it is to be skipped."""
+        if not self.found:
+            return
+        shown = "; ".join(self.found[:3]) + ("; ..." if len(self.found) > 3 else "")
+        message = f"{name}: {len(self.found)} of {total} rows cannot be used: {shown}"
+        self.found = []
+        if not self.skip:
+            raise PromptError(f"{message}. Mend them, or pass --skip-bad-rows.")
+        print(f"{message}. Skipped.", file=sys.stderr)
+
+
+Row = tuple[int, dict[str, Any]]  # (row number from 0, object)
+
+
+def read_jsonl(path: Path, bad: BadRows) -> list[Row]:
+    """The objects of a JSONL file, gzip-compressed if it is named `.gz`. Empty and malformed lines
+    are added to `bad`."""
+    if not path.is_file():
+        raise PromptError(f"prompt file '{path}' does not exist")
+    rows: list[Row] = []
     opener: Any = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines):
+            where = f"line {number + 1}"
             if not line.strip():
+                bad.add(where, "empty")
                 continue
             try:
-                yield json.loads(line)
+                value = json.loads(line)
             except ValueError as error:
-                raise PromptError(f"{path}:{number}: not JSON: {error}") from error
+                bad.add(where, f"not JSON ({error})")
+                continue
+            if isinstance(value, dict):
+                rows.append((number, value))
+            else:
+                bad.add(where, "no JSON object")
+    return rows
 
 
-def load_prompts(spec: str) -> list[Prompt]:
-    """Read `FILE` (OpenAI-style messages) or `FILE:FIELD` (a text field as the user message).
+def load_prompts(spec: str, skip_bad: bool = False) -> list[Prompt]:
+    """Read `FILE` (OpenAI-style messages) or `FILE:FIELD` (a text field, or a list of user turns).
 
     Recorded assistant text is dropped, since it is some other model's: only user and system
     messages are kept, and the target answers each user message in its turn.
     """
     path_text, _, column = spec.partition(":")
-    path = Path(path_text)
-    if not path.is_file():
-        raise PromptError(f"prompt file {path_text!r} does not exist")
-    source = path.name.split(".")[0]
+    path, bad = Path(path_text), BadRows(skip_bad)
+    return parse_rows(read_jsonl(path, bad), path.name.split(".")[0], column, str(path), bad)
+
+
+def load_hf_prompts(spec: str, skip_bad: bool = False) -> list[Prompt]:
+    """As `load_prompts`, of a HF data set: `NAME[@SPLIT][:FIELD]`, the split `train` by default."""
+    import datasets
+
+    name_split, _, column = spec.partition(":")
+    name, _, split = name_split.partition("@")
+    try:
+        found = datasets.load_dataset(name, split=split or "train")
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        raise PromptError(f"--hf-dataset {spec}: {error}") from error
+    source = name.rstrip("/").split("/")[-1]
+    return parse_rows(list(enumerate(found)), source, column, name, BadRows(skip_bad))
+
+
+def parse_rows(rows: list[Row], source: str, column: str, name: str, bad: BadRows) -> list[Prompt]:
+    """Prompts of rows; those that cannot be used are settled by `bad`."""
+    total = len(rows) + len(bad.found)
     prompts = []
-    for number, row in enumerate(read_jsonl(path)):
-        name = f"{source}/{number}"
-        if column:
-            if column not in row:
-                raise PromptError(f"{path} row {number}: no field {column!r}; has {sorted(row)}")
-            prompts.append(single_turn(name, source, _text(row[column])))
-        else:
-            prompts.append(_from_messages(name, source, row, f"{path} row {number}"))
+    for number, row in rows:
+        try:
+            prompts.append(_parse(f"{source}/{number}", source, row, column))
+        except ValueError as error:
+            bad.add(f"row {number}", str(error))
+    bad.settle(name, total)
     return prompts
 
 
-def _text(value: Any) -> str:
-    """A field's text; of a list (`turns`) the first; without the quotes of a docstring prompt."""
+def _parse(name: str, source: str, row: dict[str, Any], column: str) -> Prompt:
+    category = str(row.get("category", ""))
+    if column:
+        if column not in row:
+            raise ValueError(f"no field {column!r}; has {sorted(row)}")
+        first, *followups = _texts(row[column])
+        return conversation(name, source, [{"role": "user", "content": first}], followups, category)
+    messages = row.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError("no 'messages' list; give FILE:FIELD to use a text field")
+    system = [m for m in messages if m.get("role") == "system"][:1]
+    users = [content_text(m) for m in messages if m.get("role") in ("user", "tool")]
+    users = [text for text in users if text]
+    if not users:
+        raise ValueError("no user message")
+    start = [{"role": "system", "content": content_text(m)} for m in system]
+    start.append({"role": "user", "content": users[0]})
+    return conversation(name, source, start, users[1:], category)
+
+
+def _texts(value: Any) -> list[str]:
+    """A field's user turns; a docstring prompt loses its quotes."""
     if isinstance(value, list):
-        return str(value[0])  # evaluation questions: as they are
+        if not value or not all(isinstance(text, str) and text for text in value):
+            raise ValueError("the field must hold user turns: non-empty strings")
+        return value
     text = str(value).strip()
     if text.startswith('"""') and text.endswith('"""'):
         text = text[3:-3].strip()
-    return text
+    if not text:
+        raise ValueError("the field is empty")
+    return [text]
 
 
-def _from_messages(name: str, source: str, row: dict[str, Any], where: str) -> Prompt:
-    messages = row.get("messages")
-    if not isinstance(messages, list):
-        raise PromptError(f"{where}: no 'messages' list; give FILE:FIELD to use a text field")
-    system = [m for m in messages if m.get("role") == "system"][:1]
-    users = [_content(m) for m in messages if m.get("role") in ("user", "tool")]
-    users = [text for text in users if text]
-    if not users:
-        raise PromptError(f"{where}: no user message")
-    first = [{"role": "system", "content": _content(m)} for m in system]
-    first.append({"role": "user", "content": users[0]})
-    return Prompt(name, source, tuple(first), tuple(users[1:]))
-
-
-def _content(message: dict[str, Any]) -> str:
+def content_text(message: dict[str, Any]) -> str:
+    """A message's text; of OpenAI's content parts the text ones."""
     content = message.get("content") or ""
-    if isinstance(content, list):  # OpenAI's content parts
+    if isinstance(content, list):
         content = "\n".join(part.get("text", "") for part in content)
     return str(content).strip()
 
 
-def normalised(text: str) -> str:
-    """Lower case, letters and digits only: what counts as the same prompt."""
-    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
-
-
-def excluded_texts(paths: Iterable[Path]) -> set[str]:
-    """The normalised user texts of evaluation files (`turns`, or `messages`)."""
-    texts: set[str] = set()
-    for path in paths:
-        for row in read_jsonl(path):
-            turns = row.get("turns") or [
-                _content(m) for m in row.get("messages", []) if m.get("role") == "user"
-            ]
-            texts.update(normalised(turn) for turn in turns)
-    return {text for text in texts if text}
-
-
-# A shorter text (a phrase such as "explain this") may occur in other prompts by chance.
-_MIN_CONTAINED = 40
-
-
-def overlaps(prompt: Prompt, excluded: set[str]) -> bool:
-    """Whether a prompt equals, contains or is contained in an evaluation prompt."""
-    text = normalised(prompt.user_text())
-    if text in excluded:
-        return True
-    return any(
-        (len(other) >= _MIN_CONTAINED and other in text)
-        or (len(text) >= _MIN_CONTAINED and text in other)
-        for other in excluded
-    )
-
-
-def interleave(groups: Sequence[Sequence[Prompt]]) -> list[Prompt]:
-    """Mix sources so that every prefix holds each in the proportion of the whole."""
-    placed = [
-        ((index + 0.5) / len(group), rank, prompt)
-        for rank, group in enumerate(groups)
-        for index, prompt in enumerate(group)
-    ]
-    return [prompt for _, _, prompt in sorted(placed, key=lambda item: item[:2])]
+def parse_share(text: str) -> tuple[int, int]:
+    """`I/N` as (I, N). Raises `PromptError` unless 0 <= I < N."""
+    first, slash, second = text.partition("/")
+    if slash and first.isdigit() and second.isdigit() and int(first) < int(second):
+        return int(first), int(second)
+    raise PromptError(f"share {text!r}: must be I/N with 0 <= I < N")

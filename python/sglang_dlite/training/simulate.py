@@ -10,16 +10,38 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sglang_dlite.drafter import DLiteDrafter, load_drafter
-from sglang_dlite.training.anchors import AnchorSet, Reply
-from sglang_dlite.training.losses import draft_losses, expected_accept_length
+from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter
+from sglang_dlite.training.anchors import (
+    AnchorBatch,
+    AnchorSpec,
+    Pick,
+    Reply,
+    TopLaw,
+    concatenate,
+    select,
+    to_device,
+)
+from sglang_dlite.training.dataset import load_replies
+from sglang_dlite.training.losses import (
+    LinearP,
+    TopP,
+    Weights,
+    draft_losses,
+    expected_accept_length,
+)
+from sglang_dlite.training.objective import Embed, predict
+from sglang_dlite.training.reply_kinds import bucket_of, is_looping
+from sglang_dlite.training.states import OnlineStates, StateSource
+from sglang_dlite.training.targets import FrozenTarget
 
 _BATCH = 256
 
@@ -40,93 +62,153 @@ class Acceptance:
         self.accepted += other.accepted
 
 
+class EvalSet:
+    """All anchors of some replies, in memory."""
+
+    def __init__(
+        self,
+        source: StateSource,
+        chosen: Sequence[int],
+        spec: AnchorSpec,
+        device: str = "cpu",
+        at_once: int = 4,
+    ) -> None:
+        """chosen: indices of the replies, `at_once` of which go through the source together;
+        device: where `rows` puts them."""
+        self.device = torch.device(device)
+        usable = [index for index in chosen if source.replies[index].length > 1]
+        self.replies: list[Reply] = [source.replies[index] for index in usable]
+        picks = [Pick(index, source.replies[index].places) for index in usable]
+        parts = [
+            source.batch(picks[start : start + at_once], spec)
+            for start in range(0, len(picks), at_once)
+        ]
+        self.batch: AnchorBatch | None = concatenate(parts) if parts else None
+        counts = [len(pick.places) for pick in picks]
+        self.first = np.cumsum([0, *counts])[:-1]  # row of each reply's place 0
+        self.num_rows = sum(counts)
+
+    def rows(self, rows: np.ndarray) -> AnchorBatch:
+        """The anchors of these rows [m]."""
+        assert self.batch is not None
+        return to_device(select(self.batch, torch.from_numpy(rows)), self.device)
+
+
 @torch.no_grad()
-def simulate_greedy(
-    drafter: DLiteDrafter, embed: torch.nn.Module, anchors: AnchorSet, replies: Sequence[Reply]
-) -> list[Acceptance]:
-    """Play each reply; returns its counts, in the order of `replies`."""
-    counts = [Acceptance() for _ in replies]
-    place = np.zeros(len(replies), dtype=np.int64)  # the anchor's reply token, per reply
-    lengths = np.array([reply.length for reply in replies])
-    first = np.array([reply.row for reply in replies])
+def simulate_greedy(drafter: DLiteDrafter, embed: Embed, data: EvalSet) -> list[Acceptance]:
+    """Play each reply; returns its counts, in the order of `data.replies`."""
+    counts = [Acceptance() for _ in data.replies]
+    place = np.zeros(len(counts), dtype=np.int64)  # the anchor's reply token, per reply
+    lengths = np.array([reply.length for reply in data.replies])
     while True:
         active = np.flatnonzero(place < lengths - 1)
         if not len(active):
             return counts
         for some in np.array_split(active, -(-len(active) // _BATCH)):
-            rows = first[some] + place[some]
-            block = drafter.draft(anchors.states(rows), anchors.token_group(rows), embed)
-            labels, labelled = anchors.labels(rows)
-            right = (block.token_ids == labels) & labelled
-            matched = right.cumprod(-1).sum(-1).numpy()
+            batch = data.rows(data.first[some] + place[some])
+            right = (_draft(drafter, batch, embed) == batch.next_tokens) & batch.labelled
+            matched = right.cumprod(-1).sum(-1).cpu().numpy()
             for index, accepted in zip(some, matched, strict=True):
-                counts[index].passes += 1
-                counts[index].accepted += int(accepted)
+                counts[index].add(Acceptance(1, int(accepted)))
             place[some] += matched + 1
 
 
+def _draft(drafter: DLiteDrafter, batch: AnchorBatch, embed: Embed) -> Tensor:
+    if isinstance(drafter, HistoryAwareDrafter):
+        assert batch.window is not None
+        block = drafter.draft_with_history(
+            batch.pivot_states, batch.token_group, embed, batch.window
+        )
+    else:
+        block = drafter.draft(batch.pivot_states, batch.token_group, embed)
+    return block.token_ids
+
+
 def simulated_tau(
-    drafter: DLiteDrafter, embed: torch.nn.Module, anchors: AnchorSet, replies: Sequence[Reply]
+    drafter: DLiteDrafter,
+    embed: Embed,
+    data: EvalSet,
+    group: Callable[[Reply], str] = lambda reply: reply.source,
 ) -> dict[str, float]:
-    """tau per source, and `mean`: the mean over the sources."""
+    """tau per group of replies, and `mean` over the groups; replies that loop apart, `looping`."""
     totals: dict[str, Acceptance] = {}
-    counts = simulate_greedy(drafter, embed, anchors, replies)
-    for reply, count in zip(replies, counts, strict=True):
-        totals.setdefault(reply.source, Acceptance()).add(count)
-    taus = {source: total.tau for source, total in sorted(totals.items())}
-    return taus | {"mean": float(np.mean(list(taus.values())))} if taus else {}
+    looping = Acceptance()
+    for reply, count in zip(data.replies, simulate_greedy(drafter, embed, data), strict=True):
+        if is_looping(reply.reply_ids.tolist()):
+            looping.add(count)
+        else:
+            totals.setdefault(group(reply), Acceptance()).add(count)
+    taus = {name: total.tau for name, total in sorted(totals.items()) if total.passes}
+    result = taus | ({"mean": float(np.mean(list(taus.values())))} if taus else {})
+    return result | ({"looping": looping.tau} if looping.passes else {})
+
+
+def context_bucket(reply: Reply) -> str:
+    """The range of context lengths that a reply's prompt is in, e.g. "00512-01023"."""
+    return bucket_of(len(reply.prompt_ids))
 
 
 @torch.no_grad()
 def teacher_forced_length(
-    drafter: DLiteDrafter, embed: torch.nn.Module, anchors: AnchorSet, rows: np.ndarray
+    drafter: DLiteDrafter, embed: Embed, lm_head: Tensor, data: EvalSet, rows: np.ndarray
 ) -> float:
     """Mean expected acceptance length of rejection sampling over these rows."""
     lengths = []
     for start in range(0, len(rows), _BATCH):
-        batch = anchors.batch(rows[start : start + _BATCH])
-        hidden = drafter.backbone(batch.pivot_states, batch.token_group, embed)
-        vectors = drafter.head_vectors(hidden, batch.previous_tokens, batch.token_group)
-        n, k, rank = vectors.shape
+        batch = data.rows(rows[start : start + _BATCH])
+        flat = (batch.labelled.numel(), -1)
+        if isinstance(batch.law, TopLaw):
+            law: Any = TopP(*(part.reshape(flat) for part in batch.law))
+        else:
+            law = LinearP(batch.law.hidden.reshape(flat), lm_head)
         losses = draft_losses(
-            vectors.detach().reshape(n * k, rank),
+            predict(drafter, batch, embed).vectors.reshape(flat),
             drafter.sequential_head.output_proj.weight.detach(),
             batch.labels.reshape(-1),
-            batch.top_ids.reshape(n * k, -1),
-            batch.top_logprobs.reshape(n * k, -1),
-            torch.ones(n * k),
-            w_ce=0.0,
-            w_tv=1.0,
+            law,
+            torch.ones(flat[0], device=data.device),
+            Weights(0.0, 1.0),
         )
-        lengths.append(expected_accept_length(losses.tv.view(n, k), batch.labelled))
+        tv = losses.tv.view(batch.labelled.shape)
+        lengths.append(expected_accept_length(tv, batch.labelled))
     return float(torch.cat(lengths).mean()) if lengths else float("nan")
 
 
 def simulate_folders(
-    drafter: DLiteDrafter, embed: torch.nn.Module, folders: Sequence[Path]
+    drafter: DLiteDrafter,
+    target: FrozenTarget,
+    folders: Sequence[Path],
+    group: Callable[[Reply], str] = lambda reply: reply.source,
 ) -> dict[str, float]:
-    """Simulated greedy tau over data sets of replies, per source and mean."""
-    config = drafter.config
-    anchors = AnchorSet(folders, config.anchor_group_size, config.num_drafts)
-    return simulated_tau(drafter, embed, anchors, anchors.replies)
+    """Simulated greedy tau over data sets of replies, as `simulated_tau`."""
+    window = drafter.window if isinstance(drafter, HistoryAwareDrafter) else 0
+    spec = AnchorSpec.of(drafter.config, 1, window)
+    replies = load_replies(folders, target.shape.vocab_size)
+    source = OnlineStates(target, replies)
+    data = EvalSet(source, range(len(replies)), spec, str(drafter.norm.weight.device), at_once=1)
+    embed = torch.nn.Embedding.from_pretrained(target.embedding)
+    return simulated_tau(drafter, embed, data, group)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m sglang_dlite.training.simulate DRAFTER FOLDER ...` prints tau as JSON."""
-    from transformers import AutoModelForCausalLM
+    """`python -m sglang_dlite.training.simulate DRAFTER FOLDER ...` prints tau as JSON.
 
-    from sglang_dlite.embedded_model import prepare_embedded_model
+    DRAFTER may be a teacher's folder: the teacher is then evaluated as a drafter.
+    """
+    from sglang_dlite.training.config import TargetSection
+    from sglang_dlite.training.run_folder import load_any
 
     parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
     parser.add_argument("drafter", type=Path)
     parser.add_argument("folders", type=Path, nargs="+", help="data sets made by `generate`")
     parser.add_argument("--target", help="HF directory (default: the embedded model)")
-    args = parser.parse_args(argv)
-    target = AutoModelForCausalLM.from_pretrained(
-        args.target or prepare_embedded_model(), dtype=torch.bfloat16
+    parser.add_argument(
+        "--by", choices=("source", "context"), default="source", help="what tau is reported by"
     )
-    drafter = load_drafter(args.drafter)
-    print(json.dumps(simulate_folders(drafter, target.get_input_embeddings(), args.folders)))
+    args = parser.parse_args(argv)
+    target = FrozenTarget.load(TargetSection(path=args.target))
+    group = context_bucket if args.by == "context" else lambda reply: reply.source
+    print(json.dumps(simulate_folders(load_any(args.drafter), target, args.folders, group)))
     return 0
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sglang_dlite.training.prompts import Prompt, single_turn
+from sglang_dlite.training.prompts import Prompt, conversation, single_turn
 
 # The demo's session reads these files; its acceptance length must be that of unseen text.
 HELD_OUT = frozenset(
@@ -268,9 +268,7 @@ def agent_prompts(count: int, seed: int = 0) -> list[Prompt]:
             reads_on = rng.random() < 0.5
             other = usable[(2 * index + 1 + turn) % len(usable)]
             followups.append(_agent_turn(other, usable, rng) if reads_on else rng.choice(_NEXT))
-        prompts.append(
-            Prompt(f"stdlib-agent/{index}", "stdlib-agent", tuple(messages), tuple(followups))
-        )
+        prompts.append(conversation(f"stdlib-agent/{index}", "stdlib-agent", messages, followups))
     return prompts
 
 

@@ -14,41 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dlite.drafter import DLiteConfig, DLiteDrafter
-
-
-def drafter_config(
-    target: Any,
-    target_layer_ids: tuple[int, ...],
-    num_layers: int,
-    block_size: int,
-    rank: int,
-    group_size: int,
-    mask_token_id: int,
-) -> DLiteConfig:
-    """A drafter's config for a transformers config of the target (Llama, Qwen2 or Qwen3 type)."""
-    theta = getattr(target, "rope_theta", None) or target.rope_parameters["rope_theta"]
-    return DLiteConfig(
-        hidden_size=target.hidden_size,
-        num_hidden_layers=num_layers,
-        num_target_layers=target.num_hidden_layers,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=getattr(target, "head_dim", None)
-        or target.hidden_size // target.num_attention_heads,
-        intermediate_size=target.intermediate_size,
-        vocab_size=target.vocab_size,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_theta=theta,
-        block_size=block_size,
-        architecture_version="dlite_v1" if group_size == 1 else "dlite_v2",
-        model_role="pivot_q_student",
-        anchor_group_size=group_size,
-        target_layer_ids=target_layer_ids,
-        sequential_head="rnn",
-        sequential_rank=rank,
-        mask_token_id=mask_token_id,
-    )
+from sglang_dlite.drafter import DLiteDrafter
 
 
 def factorise_head(lm_head: Tensor, hiddens: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -58,9 +24,9 @@ def factorise_head(lm_head: Tensor, hiddens: Tensor, rank: int) -> tuple[Tensor,
     C = mean(x x^T), A B = svd_R(E C^1/2) C^-1/2. Scaled so that B x has about unit variance.
     """
     head = lm_head.float() - lm_head.float().mean(0)
-    x = hiddens.float()
+    x = hiddens.float().to(head.device)
     second = x.T @ x / len(x)
-    second += 1e-3 * second.diagonal().mean() * torch.eye(len(second))
+    second += 1e-3 * second.diagonal().mean() * torch.eye(len(second), device=x.device)
     values, vectors = torch.linalg.eigh(second)
     root = vectors * values.sqrt() @ vectors.T
     inverse = vectors / values.sqrt() @ vectors.T
@@ -73,7 +39,11 @@ def factorise_head(lm_head: Tensor, hiddens: Tensor, rank: int) -> tuple[Tensor,
 
 @torch.no_grad()
 def warm_start(drafter: DLiteDrafter, target: Any, hiddens: Tensor) -> None:
-    """Overwrite a fresh drafter's weights; hiddens [N, h] are post-final-norm target states."""
+    """Overwrite a fresh drafter's weights, or a teacher's but for its history projection.
+
+    target: a transformers model; hiddens [N, h]: post-final-norm states of it. A drafter with more
+    layers than the target takes all of the target's, its first ones stay fresh.
+    """
     config = drafter.config
     rank = config.sequential_rank
     head = drafter.sequential_head
@@ -87,10 +57,11 @@ def warm_start(drafter: DLiteDrafter, target: Any, hiddens: Tensor) -> None:
         head.state_proj.weight[rank:, rank:].add_(torch.eye(rank))
         head.state_proj.bias[:rank].fill_(-1.0)
     layers = target.model.layers[-config.num_hidden_layers :]
-    for mine, theirs in zip(drafter.layers, layers, strict=True):
+    for mine, theirs in zip(drafter.layers[-len(layers) :], layers, strict=True):
         source = theirs.state_dict()
         for name, weight in mine.state_dict().items():
-            if name in source:  # q_norm and k_norm stay at one where the target has none
+            # q_norm and k_norm stay at one where the target has none, a narrower MLP stays fresh.
+            if name in source and source[name].shape == weight.shape:
                 weight.copy_(source[name])
     drafter.norm.weight.copy_(target.model.norm.weight)
     drafter.context_norm.weight.copy_(

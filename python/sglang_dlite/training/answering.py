@@ -1,0 +1,154 @@
+"""Conversations with the target, many at once, every reply kept as soon as it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from sglang_dlite.training.dataset import ReplyRecord
+from sglang_dlite.training.prompts import Message, Prompt
+
+_QUESTION_TOKENS = 80
+_QUESTION_TRIES = 20
+_QUESTION_MIN_CHARACTERS = 15
+
+
+class AnsweringError(RuntimeError):
+    """The engine refused a prompt."""
+
+
+class Answer(NamedTuple):
+    """A reply: token ids, the end-of-text token included, and why it ended."""
+
+    ids: list[int]
+    finish: str  # stop or length
+    meta: dict[str, Any]  # the engine's meta_info
+    seconds: float
+
+
+# (prompt ids, sampling parameters) -> the reply
+Ask = Callable[[list[int], dict[str, Any]], Awaitable[Answer]]
+
+
+def engine_ask(engine: Any) -> Ask:
+    """Ask a running sglang.Engine."""
+
+    async def ask(prompt_ids: list[int], params: dict[str, Any]) -> Answer:
+        began = time.perf_counter()
+        try:
+            result = await engine.async_generate(input_ids=prompt_ids, sampling_params=params)
+        except ValueError as error:  # a prompt that is too long, a parameter out of range
+            raise AnsweringError(f"the engine refused a prompt: {error}") from error
+        ids, reason = list(result["output_ids"]), result["meta_info"]["finish_reason"]
+        if reason["type"] == "abort":
+            raise AnsweringError(f"the engine gave up on a prompt: {reason.get('message')}")
+        matched = reason.get("matched")
+        if isinstance(matched, int) and ids[-1:] != [matched]:
+            ids.append(matched)
+        return Answer(ids, reason["type"], result["meta_info"], time.perf_counter() - began)
+
+    return ask
+
+
+class Keeper(Protocol):
+    """Where replies go; `ReplyWriter` is one."""
+
+    done: dict[str, dict[str, Any]]  # by id
+
+    def append(self, record: ReplyRecord) -> None: ...
+
+
+@dataclass
+class Answering:
+    """How to answer; `run` does it."""
+
+    ask: Ask
+    tokenizer: Any
+    writer: Keeper
+    params: dict[str, Any]  # of the replies
+    max_prompt_tokens: int
+    on_reply: Callable[[ReplyRecord, Answer], object]
+    on_skip: Callable[[int], object]  # so many replies will not be made
+
+    def __post_init__(self) -> None:
+        self._questions = {record["question"] for record in self.writer.done.values()}
+
+    async def run(self, prompts: Iterable[Prompt], concurrency: int) -> None:
+        """Answer every turn of every prompt that the writer does not hold, `concurrency` at once.
+
+        The turns of a conversation follow each other, so that the engine's prefix cache serves
+        what a turn shares with the one before.
+        """
+        waiting = iter(prompts)
+
+        async def worker() -> None:
+            for prompt in waiting:
+                await self._converse(prompt)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency):
+                    group.create_task(worker())
+        except BaseExceptionGroup as errors:  # one is enough to know, the others were cancelled
+            raise errors.exceptions[0] from errors
+
+    async def _converse(self, prompt: Prompt) -> None:
+        messages: list[Message] = []
+        for number, turn in enumerate(prompt.turns):
+            reply_id = f"{prompt.id}#{number}"
+            record = self.writer.done.get(reply_id)
+            question = ""
+            if prompt.asks_itself:
+                question = record["question"] if record else await self._question()
+                messages.append({"role": "user", "content": question})
+            messages += turn.messages
+            if record is None:
+                ids = self.encode(messages)
+                if len(ids) > self.max_prompt_tokens:  # later turns are longer still
+                    self.on_skip(len(prompt.turns) - number)
+                    return
+                answer = await self.ask(ids, self.params)
+                made = ReplyRecord(
+                    id=reply_id,
+                    source=prompt.source,
+                    turn=number,
+                    category=prompt.category,
+                    prompt_ids=ids,
+                    reply_ids=answer.ids,
+                    text=self.tokenizer.decode(answer.ids, skip_special_tokens=True),
+                    finish=answer.finish,
+                    question=question,
+                )
+                self.writer.append(made)
+                self.on_reply(made, answer)
+                record = self.writer.done[reply_id]
+            said = record["text"] if turn.recorded is None else turn.recorded
+            messages.append({"role": "assistant", "content": said})
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the target's reply begins."""
+        chat = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+        return list(self.tokenizer.encode(chat, add_special_tokens=False))
+
+    async def _question(self) -> str:
+        """A question that the target writes itself: the template's user header is the prompt."""
+        mark = "\u241f"
+        chat = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], tokenize=False
+        )
+        header = list(self.tokenizer.encode(chat.split(mark)[0], add_special_tokens=False))
+        params = {"temperature": 1.0, "max_new_tokens": _QUESTION_TOKENS}
+        text = ""
+        for _ in range(_QUESTION_TRIES):
+            answer = await self.ask(header, params)
+            text = self.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
+            whole = answer.finish == "stop" and len(text) >= _QUESTION_MIN_CHARACTERS
+            if whole and text not in self._questions:
+                break
+        self._questions.add(text)
+        return text

@@ -1,0 +1,227 @@
+"""Data sets of replies on disk: text and token ids only, with their provenance.
+
+A folder with `dataset.json` and shards. A shard being written is `<share>-00003.jsonl`, one reply
+a line; a full one stays as it is or is turned into `<share>-00003.parquet`. A
+killed run leaves at most one torn line, which the next run cuts off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from sglang_dlite.training.anchors import Reply
+from sglang_dlite.training.storage import StorageError, read_lines, write_atomically, write_json
+
+DESCRIPTION = "dataset.json"
+_OLD_DESCRIPTION = "format.json"  # of the first, unreleased trainer
+_COLUMNS = (
+    "id", "source", "turn", "category", "prompt_ids", "reply_ids", "text", "finish", "question",
+)  # fmt: skip
+
+
+class DatasetError(ValueError):
+    """A data set is absent, damaged or made with other settings."""
+
+
+@dataclass(frozen=True)
+class ReplyRecord:
+    """One reply as it is stored."""
+
+    id: str  # "<prompt>#<turn>"
+    source: str
+    turn: int
+    category: str
+    prompt_ids: list[int]
+    reply_ids: list[int]  # the target's, the end-of-text token included
+    text: str
+    finish: str  # stop or length
+    question: str = ""  # what the target asked itself (self-instruct)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What all replies of a data set agree on. `provenance` may differ between runs."""
+
+    target: str  # its name, for the reader's eyes
+    architecture: str
+    vocab_size: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    provenance: list[dict[str, Any]] = field(default_factory=list)  # one entry per run
+
+    def bind(self, folder: Path) -> None:
+        """Write into a new data set, or add this run to the one there.
+
+        Raises `DatasetError` if that was made with other settings.
+        """
+        runs = []
+        if (folder / DESCRIPTION).exists() or (folder / _OLD_DESCRIPTION).exists():
+            found = Description.read(folder)
+            mine, theirs = asdict(self), asdict(found)
+            differing = sorted(k for k in mine if k != "provenance" and theirs[k] != mine[k])
+            if differing:
+                raise DatasetError(
+                    f"{folder} was made with other settings: "
+                    + "; ".join(f"{k} is {theirs[k]!r}, now {mine[k]!r}" for k in differing)
+                    + ". Use another --out folder, or the old settings."
+                )
+            runs = found.provenance
+        write_json(folder / DESCRIPTION, asdict(self) | {"provenance": runs + self.provenance})
+
+    @classmethod
+    def read(cls, folder: Path) -> Description:
+        if (folder / _OLD_DESCRIPTION).exists() and not (folder / DESCRIPTION).exists():
+            raise DatasetError(
+                f"{folder} was written by an earlier trainer, which stored states instead of "
+                "prompts. Run `sglang-dlite generate` again, into another folder."
+            )
+        try:
+            return cls(**json.loads((folder / DESCRIPTION).read_text()))
+        except OSError as error:
+            raise DatasetError(
+                f"{folder} is no data set (no {DESCRIPTION}): run `sglang-dlite generate` first"
+            ) from error
+
+
+class ReplyWriter:
+    """Appends replies to one share of a data set, so that a kill loses none that was committed."""
+
+    def __init__(
+        self, folder: Path, share: str, parquet: bool = False, shard_size: int = 1000
+    ) -> None:
+        self._folder, self._share = folder, share
+        self._parquet, self._shard_size = parquet, shard_size
+        self.done: dict[str, dict[str, Any]] = {}
+        self._lines: IO[bytes] | None = None
+        for path in _shards(folder, f"{share}-*"):
+            if path.suffix == ".jsonl" and path.with_suffix(".parquet").exists():
+                path.unlink()  # converted, but killed before it was removed
+        for path in _shards(folder):  # of all shares: the number of shares may change
+            for record in _read_shard(path):
+                self.done[record["id"]] = record
+        last = [path for path in _shards(folder, f"{share}-*") if path.suffix == ".jsonl"][-1:]
+        self._number = len(_shards(folder, f"{share}-*")) - len(last)
+        self._held: list[dict[str, Any]] = read_lines(last[0]) if last else []
+
+    def append(self, record: ReplyRecord) -> None:
+        """Write one reply and make it durable. Raises `StorageError` on a full disk."""
+        value = asdict(record)
+        try:
+            if self._lines is None:
+                self._open()
+            assert self._lines is not None
+            self._lines.write(json.dumps(value, ensure_ascii=False).encode() + b"\n")
+            self._lines.flush()
+            os.fsync(self._lines.fileno())
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {self._folder}: {error}. Free some space and run the same "
+                "command again: it continues with the next reply."
+            ) from error
+        self.done[record.id] = value
+        self._held.append(value)
+        if len(self._held) >= self._shard_size:
+            self._finish_shard()
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._share}-{self._number:05d}.jsonl"
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        kept = 0
+        if self._path.exists():
+            data = self._path.read_bytes()
+            kept = data.rfind(b"\n") + 1  # behind it: a line cut off by a kill
+        self._lines = self._path.open("ab")
+        self._lines.truncate(kept)
+
+    def _finish_shard(self) -> None:
+        self.close()
+        if self._parquet:
+            import pyarrow
+            import pyarrow.parquet
+
+            table = pyarrow.Table.from_pylist(self._held)
+            target = self._path.with_suffix(".parquet")
+            write_atomically(target, lambda file: pyarrow.parquet.write_table(table, file))
+            self._path.unlink()
+        self._held = []
+        self._number += 1
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+
+def _shards(folder: Path, pattern: str = "*") -> list[Path]:
+    return sorted([*folder.glob(f"{pattern}.jsonl"), *folder.glob(f"{pattern}.parquet")])
+
+
+def _read_shard(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        return read_lines(path)
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path, columns=list(_COLUMNS)).to_pylist()
+
+
+def load_replies(folders: Sequence[Path], vocab_size: int) -> list[Reply]:
+    """All replies of these data sets, in a fixed order.
+
+    Raises `DatasetError` for an absent data set, a target of another vocabulary, a token outside
+    it, or an id that occurs twice.
+    """
+    if not folders:
+        raise DatasetError("no data set given: set data.replies")
+    replies: list[Reply] = []
+    seen: set[str] = set()
+    for folder in folders:
+        found = Description.read(folder)
+        if found.vocab_size != vocab_size:
+            raise DatasetError(
+                f"{folder} holds replies of {found.target}, whose vocabulary has "
+                f"{found.vocab_size} tokens; the target's has {vocab_size}. Generate replies with "
+                "the target itself."
+            )
+        for path in _shards(folder):
+            for record in _read_shard(path):
+                replies.append(_reply(record, path, vocab_size))
+                if record["id"] in seen:
+                    raise DatasetError(f"{path}: the reply {record['id']!r} occurs twice")
+                seen.add(record["id"])
+    if not replies:
+        raise DatasetError(f"no replies in {', '.join(map(str, folders))}")
+    return replies
+
+
+def _reply(record: dict[str, Any], path: Path, vocab_size: int) -> Reply:
+    prompt = np.array(record["prompt_ids"], dtype=np.int32)
+    reply = np.array(record["reply_ids"], dtype=np.int32)
+    largest = max(prompt.max(initial=0), reply.max(initial=0))
+    if largest >= vocab_size:
+        raise DatasetError(
+            f"{path}: reply {record['id']!r} has token {largest}, the target's vocabulary ends at "
+            f"{vocab_size - 1}"
+        )
+    return Reply(record["id"], record["source"], record["turn"], prompt, reply)
+
+
+def fingerprint(folders: Sequence[Path]) -> dict[str, str]:
+    """sha256 of every shard, by its path."""
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for folder in folders
+        for path in _shards(folder)
+    }

@@ -1,0 +1,174 @@
+"""Compare settings at equal budgets of time: `python -m sglang_dlite.training.levers`.
+
+A file names a config and, per lever, overrides. Each lever's steps are timed first; its number of
+steps is then fixed (`plan.json`), so that its run is an ordinary one: deterministic, resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang_dlite.training.config import (
+    SHIPPED_CONFIGS,
+    StagesSection,
+    TrainConfig,
+    TrainConfigError,
+    load_config,
+)
+from sglang_dlite.training.storage import write_atomically, write_json
+
+STAGES = ("teacher", "warm_up", "transition", "stable")
+_UNTIMED, _TIMED = 2, 7  # steps
+_EVALUATIONS = 4
+
+
+def read_levers(path: Path) -> tuple[str, list[str], dict[str, list[str]]]:
+    """(config, overrides of all, overrides by lever). Raises `TrainConfigError`."""
+    shipped = SHIPPED_CONFIGS / "levers" / f"{path.name}.yaml"
+    path = path if path.exists() else shipped
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise TrainConfigError(f"cannot read {path}: {error}") from error
+    known = {"config", "all", "levers"}
+    if not isinstance(raw, dict) or not {"config", "levers"} <= raw.keys() <= known:
+        raise TrainConfigError(f"{path}: must hold config, levers and, if wanted, all")
+    levers = {str(name): list(overrides or []) for name, overrides in raw["levers"].items()}
+    return str(raw["config"]), list(raw.get("all") or []), levers
+
+
+def seconds_per_step(config: TrainConfig, stage: str) -> float:
+    """Median time of a step of one stage, in a throw-away run."""
+    from sglang_dlite.drafter import HistoryAwareDrafter
+    from sglang_dlite.training.session import Session
+
+    with tempfile.TemporaryDirectory() as scratch:
+        alone = {name: float(name == stage) * 1000 for name in STAGES}
+        timed = replace(
+            config,
+            stages=StagesSection(unit="steps", **alone),
+            # A teacher to learn from is made on the spot: its weights do not change the time.
+            run=replace(config.run, folder=scratch, teacher_from="(none)"),
+            eval=replace(config.eval, replies=0),
+        )
+        session = Session(timed)
+        teacher = HistoryAwareDrafter(session.shape, config.model.window)
+        if stage == "teacher":
+            trainer = session.trainer("teacher", teacher, None)
+        else:
+            needs = stage in ("warm_up", "transition")
+            trainer = session.trainer(
+                "drafter", session.fresh_drafter(), teacher if needs else None
+            )
+        assert trainer is not None
+        times = []
+        for _ in range(_UNTIMED + _TIMED):
+            began = time.perf_counter()
+            trainer.train_step()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times[_UNTIMED:])
+
+
+def plan(config: TrainConfig, minutes: float) -> dict[str, int]:
+    """Steps per stage that take `minutes` in all; `config.stages` holds the shares of the time."""
+    shares = {name: getattr(config.stages, name) for name in STAGES}
+    total = sum(shares.values())
+    return {
+        name: max(1, round(60 * minutes * share / total / seconds_per_step(config, name)))
+        for name, share in shares.items()
+        if share
+    }
+
+
+def run_lever(base: str, overrides: list[str], minutes: float, folder: Path) -> dict[str, Any]:
+    """Train one lever, or go on with it, or read its result."""
+    from sglang_dlite.training.train import train
+
+    if (folder / "result.json").exists():
+        return dict(json.loads((folder / "result.json").read_text()))
+    config = load_config(Path(base), [*overrides, f"run.folder={folder}"])
+    if not (folder / "plan.json").exists():
+        write_json(folder / "plan.json", plan(config, minutes))
+    steps = json.loads((folder / "plan.json").read_text())
+    last = steps.get("stable") or sum(steps.values())
+    whole = [f"stages.{name}={steps.get(name, 0)}" for name in STAGES]
+    whole += ["stages.unit=steps", f"run.eval_every={max(1, last // _EVALUATIONS)}"]
+    final = load_config(Path(base), [*overrides, f"run.folder={folder}", *whole])
+    export = train(final)
+    result = {
+        "overrides": overrides,
+        "steps": steps,
+        "command": shlex.join(
+            ["sglang-dlite", "train", base, *overrides, f"run.folder={folder}", *whole]
+        ),
+    }
+    if (export / "provenance.json").exists():
+        metrics = json.loads((export / "provenance.json").read_text())["metrics"]
+        result |= {"best": metrics["best"], "simulated_tau": metrics["simulated_tau"]}
+    write_json(folder / "result.json", result)
+    return result
+
+
+def table(results: dict[str, dict[str, Any]], minutes: float) -> str:
+    """Markdown, best first."""
+    lines = [
+        f"Equal budgets of {minutes:g} minutes of training each.",
+        "",
+        "| lever | overrides | steps | held-out tau | tau on eval.folders | expected length |",
+        "|---|---|---|---|---|---|",
+    ]
+    ranked = sorted(
+        results.items(), key=lambda item: -item[1].get("best", {}).get("tau", {}).get("mean", 0)
+    )
+    for name, result in ranked:
+        best, final = result.get("best", {}), result.get("simulated_tau", {})
+        cells = (best.get("tau", {}).get("mean"), final.get("mean"), best.get("expected_length"))
+        shown = " | ".join("" if cell is None else f"{cell:.3f}" for cell in cells)
+        steps = " + ".join(f"{count} {stage}" for stage, count in result["steps"].items())
+        lines.append(f"| {name} | {' '.join(result['overrides'])} | {steps} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all levers of a file and write `levers.md`; what is finished is not run again."""
+    from sglang_dlite.training.train import ERRORS
+
+    parser = argparse.ArgumentParser(prog="levers", description=main.__doc__)
+    parser.add_argument("levers", type=Path, help="YAML file, or the name of a shipped one")
+    parser.add_argument("--minutes", type=float, default=20.0, help="training time of each")
+    parser.add_argument("--out", type=Path, default=Path("work/levers"))
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="repeatable")
+    args = parser.parse_args(argv)
+    results = {}
+    try:
+        base, common, levers = read_levers(args.levers)
+        unknown = sorted(set(args.only) - levers.keys())
+        if unknown:
+            raise TrainConfigError(f"--only {unknown}: the levers are {', '.join(levers)}")
+        for name, overrides in levers.items():
+            if args.only and name not in args.only:
+                continue
+            print(f"levers: {name}", file=sys.stderr)
+            results[name] = run_lever(base, [*common, *overrides], args.minutes, args.out / name)
+            text = table(results, args.minutes)
+            write_atomically(args.out / "levers.md", lambda f, t=text: f.write(t.encode()))  # type: ignore[misc]
+    except ERRORS as error:
+        print(f"levers: {error}", file=sys.stderr)
+        return 1
+    print(table(results, args.minutes))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

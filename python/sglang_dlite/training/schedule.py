@@ -1,0 +1,121 @@
+"""When what is trained: stages, the learning rate over all of them, and the order of the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_dlite.training.anchors import Pick, Reply
+from sglang_dlite.training.config import OptimSection, StagesSection, TrainConfigError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`steps` optimiser steps from step `start` on."""
+
+    name: str
+    start: int
+    steps: int
+
+
+class Mixture(NamedTuple):
+    """How the two losses of a drafter mix at a step, and whether its head learns."""
+
+    distill: float  # KL against the teacher
+    target: float  # CE, TV and base CE against the target
+    head_frozen: bool
+
+
+def plan_stages(section: StagesSection, names: Sequence[str], steps_per_epoch: int) -> list[Stage]:
+    """The stages that last at least a step, in order."""
+    stages: list[Stage] = []
+    start = 0
+    for name in names:
+        length = getattr(section, name)
+        steps = round(length * (steps_per_epoch if section.unit == "epochs" else 1))
+        if steps:
+            stages.append(Stage(name, start, steps))
+            start += steps
+    return stages
+
+
+def mixture(stages: Sequence[Stage], step: int) -> Mixture:
+    """The mixture at a step: warm-up (1, 0), transition on a cosine to stable's (0, 1)."""
+    stage = stage_at(stages, step)
+    if stage.name == "warm_up":
+        return Mixture(1.0, 0.0, True)
+    if stage.name == "transition":
+        progress = (step - stage.start + 0.5) / stage.steps
+        fading = 0.5 * (1 + math.cos(math.pi * progress))
+        return Mixture(fading, 1 - fading, False)
+    return Mixture(0.0, 1.0, False)
+
+
+def stage_at(stages: Sequence[Stage], step: int) -> Stage:
+    return next(s for s in reversed(stages) if s.start <= step)
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
+    """Linear warm-up, then cosine to zero, over all stages; `step` counts from 0."""
+    warmup = max(1, int(steps * warmup_ratio))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+class Sampler:
+    """Which anchors a step sees: a function of (seed, step) only, so resuming needs no state.
+
+    An epoch visits every reply once, in an order of its own. A visit draws up to
+    `anchors_per_reply` of its places without replacement.
+    """
+
+    def __init__(self, places: Sequence[np.ndarray], optim: OptimSection) -> None:
+        """places[i]: where reply i can have an anchor; replies without any are not visited."""
+        self._usable = np.flatnonzero([len(some) > 0 for some in places])
+        if len(self._usable) == 0:
+            raise TrainConfigError("no anchors to train on: the data sets hold no usable reply")
+        self._places, self._optim = places, optim
+        self._batch = min(optim.batch_replies, len(self._usable))
+        self._epoch, self._order = -1, self._usable
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._usable) // self._batch
+
+    def micro_batches(self, step: int) -> list[list[Pick]]:
+        """The picks of step 0, 1, ..., one list per forward pass."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            generator = np.random.default_rng((self._optim.seed, epoch))
+            self._epoch, self._order = epoch, generator.permutation(self._usable)
+        replies = self._order[index * self._batch : (index + 1) * self._batch]
+        generator = np.random.default_rng((self._optim.seed, epoch, index))
+        picks = [Pick(int(reply), self._draw(int(reply), generator)) for reply in replies]
+        size = self._optim.micro_replies
+        return [picks[start : start + size] for start in range(0, len(picks), size)]
+
+    def _draw(self, reply: int, generator: np.random.Generator) -> np.ndarray:
+        places = self._places[reply]
+        if len(places) <= self._optim.anchors_per_reply:
+            return places
+        return np.sort(generator.choice(places, self._optim.anchors_per_reply, replace=False))
+
+
+def weight_sum(
+    batches: Sequence[Sequence[Pick]], replies: Sequence[Reply], weights: np.ndarray
+) -> float:
+    """Sum of weights[j] over all labelled drafts of a step: the losses' common denominator.
+
+    It follows from the plan alone, so that accumulation and processes need not exchange it.
+    """
+    running = np.concatenate([[0.0], weights.cumsum()])
+    total = 0.0
+    for pick in (pick for batch in batches for pick in batch):
+        ahead = replies[pick.reply].length - 1 - pick.places  # labels that follow
+        total += running[ahead.clip(0, len(weights))].sum()
+    return float(total)

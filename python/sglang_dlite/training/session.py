@@ -1,0 +1,234 @@
+"""One training run: the target, its replies, and the stages that follow each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter, load_drafter, save_drafter
+from sglang_dlite.training.anchors import AnchorSpec, Pick, Reply, is_held_out
+from sglang_dlite.training.config import DataSection, TrainConfig, TrainConfigError
+from sglang_dlite.training.dataset import fingerprint, load_replies
+from sglang_dlite.training.distributed import World
+from sglang_dlite.training.objective import Objective
+from sglang_dlite.training.provenance import write_provenance
+from sglang_dlite.training.reply_kinds import is_looping
+from sglang_dlite.training.run_folder import copy_for_serving, load_teacher
+from sglang_dlite.training.schedule import Sampler, Stage, plan_stages
+from sglang_dlite.training.simulate import EvalSet, simulate_folders
+from sglang_dlite.training.state_cache import CachedStates
+from sglang_dlite.training.states import OnlineStates, StateSource
+from sglang_dlite.training.targets import FrozenTarget, drafter_config
+from sglang_dlite.training.trainer import Trainer, spread
+from sglang_dlite.training.warm_start import warm_start
+
+_WARM_START_REPLIES, _WARM_START_TOKENS = 48, 1024
+
+
+def pick_device(name: str) -> str:
+    """The torch device of `run.device`. Raises `TrainConfigError` where it is absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise TrainConfigError("run.device = 'cuda': torch sees no CUDA device; use cpu or auto")
+    if name == "meta":
+        raise TrainConfigError("run.device = 'meta' builds shapes only: use it with --dry-run")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def usable(reply: Reply, data: DataSection) -> bool:
+    """Whether a reply is of a length, and of a kind, to be used."""
+    if data.drop_looping and is_looping(reply.reply_ids.tolist()):
+        return False
+    tokens = len(reply.prompt_ids) + reply.length
+    return reply.length >= max(2, data.min_reply_tokens) and tokens <= data.max_tokens
+
+
+class Session:
+    """What the stages of one run share: target, replies, their states, the processes."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config, run = config, config.run
+        self.device = pick_device(run.device)
+        self.world = World(self.device)
+        if run.threads:
+            torch.set_num_threads(run.threads)
+        torch.manual_seed(config.optim.seed)
+        self.target = FrozenTarget.load(config.target, self.device)
+        self.shape = drafter_config(self.target.shape, config.model)
+        self.embed = nn.Embedding.from_pretrained(self.target.embedding.detach())
+        folders = [Path(folder) for folder in config.data.replies]
+        self.replies = load_replies(folders, self.target.shape.vocab_size)
+        percent = config.data.held_out_percent
+        good = [i for i, reply in enumerate(self.replies) if usable(reply, config.data)]
+        held = [i for i in good if is_held_out(self.replies[i].id, percent)]
+        self.training = sorted(set(good) - set(held))
+        self.held_out = [
+            i for i in held
+            if len(self.replies[i].prompt_ids) + self.replies[i].length <= config.eval.max_tokens
+        ]  # fmt: skip
+        hashes = json.dumps(sorted(fingerprint(folders).values()))
+        self.data_hash = hashlib.sha256(hashes.encode()).hexdigest()
+        self.folder = Path(run.folder)
+
+    # ---- models ---------------------------------------------------------------------------
+
+    def fresh_drafter(self) -> DLiteDrafter:
+        """A drafter from `run.init_from`, the target's weights, or nothing."""
+        if self.config.run.init_from:
+            earlier = load_drafter(self.config.run.init_from, dtype=torch.float32)
+            if earlier.config != self.shape:
+                raise TrainConfigError(
+                    f"run.init_from: {self.config.run.init_from} has another shape than the model "
+                    f"section: {earlier.config} instead of {self.shape}"
+                )
+            return earlier.requires_grad_(True)
+        drafter = DLiteDrafter(self.shape)
+        self._warm_start(drafter, self.folder)
+        return drafter
+
+    def _warm_start(self, model: DLiteDrafter, folder: Path) -> None:
+        if not self.config.model.warm_start or (folder / "checkpoint.pt").exists():
+            return
+        last = self.shape.num_target_layers - 1
+        spec = AnchorSpec((last,), 1, 1, 1)
+        source = OnlineStates(self.target, self.replies)
+        short = [
+            i for i in self.training
+            if len(self.replies[i].prompt_ids) + self.replies[i].length <= _WARM_START_TOKENS
+        ] or self.training  # fmt: skip
+        chosen = short[:: -(-len(short) // _WARM_START_REPLIES)]
+        hiddens = [source.batch([Pick(i, self.replies[i].places)], spec) for i in chosen]
+        states = torch.cat([batch.pivot_states[:, 0] for batch in hiddens])
+        warm_start(model, self.target.model, states)
+
+    def teacher(self) -> HistoryAwareDrafter | None:
+        """The teacher that the drafter's stages need, trained first if need be."""
+        config = self.config
+        if config.run.teacher_from:
+            teacher = load_teacher(Path(config.run.teacher_from))
+            if teacher.config != self.shape:
+                raise TrainConfigError(
+                    f"run.teacher_from: {config.run.teacher_from} has another shape than the model "
+                    f"section: {teacher.config} instead of {self.shape}"
+                )
+        elif config.stages.teacher:
+            fresh = HistoryAwareDrafter(self.shape, config.model.window)
+            self._warm_start(fresh, self.folder / "teacher")
+            trainer = self.trainer("teacher", fresh, None)
+            assert trainer is not None
+            trainer.run()
+            self.world.wait()  # the main process has written the best one
+            teacher = load_teacher(trainer.folder / "best")
+        else:
+            return None
+        return teacher.to(self.device)
+
+    # ---- training -------------------------------------------------------------------------
+
+    def trainer(
+        self, name: str, model: DLiteDrafter, teacher: HistoryAwareDrafter | None
+    ) -> Trainer | None:
+        """The trainer of `teacher` or `drafter`, at its last checkpoint; None without a stage."""
+        config, is_teacher = self.config, name == "teacher"
+        windowed = is_teacher or teacher is not None
+        spec = AnchorSpec.of(self.shape, config.data.top_k, config.model.window * windowed)
+        source: StateSource
+        if config.data.states == "cache":
+            cached = source = CachedStates(Path(config.data.cache), self.replies, spec)
+            places = [cached.places(reply) for reply in self.replies]
+            held_out = [i for i in self.held_out if len(places[i]) == len(self.replies[i].places)]
+        else:
+            source = OnlineStates(self.target, self.replies)
+            places = [reply.places for reply in self.replies]
+            held_out = self.held_out
+        trained = set(self.training)
+        places = [some if i in trained else some[:0] for i, some in enumerate(places)]
+        sampler = Sampler(places, config.optim)
+        names = ("teacher",) if is_teacher else ("warm_up", "transition", "stable")
+        stages = plan_stages(config.stages, names, sampler.steps_per_epoch)
+        if not stages:
+            return None
+        folder = self.folder / "teacher" if is_teacher else self.folder
+        loss = config.teacher_loss if is_teacher else config.loss
+        eval_spec = AnchorSpec.of(self.shape, config.data.top_k, config.model.window * is_teacher)
+        chosen = spread(held_out, config.eval.replies) if self.world.is_main else []
+        announcement = (
+            f"train: {name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; "
+            f"{len(trained)} replies, {sum(map(len, places))} anchors; {len(chosen)} replies held "
+            f"out; {', '.join(f'{s.name} {s.steps} steps' for s in stages)}"
+        )
+        if self.world.is_main:
+            print(announcement, file=sys.stderr)
+        return Trainer(
+            name,
+            config,
+            model.to(self.device),
+            spec,
+            source,
+            sampler,
+            stages,
+            Objective(
+                loss, config.distill, self.embed, self.target.lm_head, config.run.bf16, teacher
+            ),
+            EvalSet(source, chosen, eval_spec, self.device),
+            folder,
+            config.optim.teacher_lr if is_teacher else config.optim.lr,
+            self.world,
+            self._identity(name, stages, sum(map(len, places))),
+        )
+
+    def _identity(self, name: str, stages: list[Stage], anchors: int) -> dict[str, Any]:
+        """What a checkpoint must agree on: everything that changes the weights' path."""
+        config = self.config
+        loss = config.teacher_loss if name == "teacher" else config.loss
+        data = asdict(config.data)
+        for key in ("replies", "cache", "cached_layer_ids"):  # where, not what
+            del data[key]
+        value = {
+            "model": asdict(config.model),
+            "loss": asdict(loss),
+            "distill": asdict(config.distill),
+            "optim": asdict(config.optim),
+            "stages": [asdict(stage) for stage in stages],
+            "bf16": config.run.bf16,
+            "compile": config.run.compile,
+            "data": data,
+            "replies": self.data_hash,
+            "anchors": anchors,
+        }
+        return json.loads(json.dumps(value))
+
+    def run(self) -> Path:
+        """All stages, then the export of the best drafter with its provenance."""
+        config = self.config
+        teacher = self.teacher()
+        drafter = self.fresh_drafter()
+        if teacher is not None:
+            drafter.sequential_head.load_state_dict(teacher.sequential_head.state_dict())
+        trainer = self.trainer("drafter", drafter, teacher if config.needs_teacher else None)
+        if trainer is None:
+            return self.folder / "teacher" / "best"
+        best = trainer.run()
+        export = Path(config.run.export or self.folder / "drafter")
+        if self.world.is_main:
+            final = load_drafter(self.folder / "best")
+            save_drafter(copy_for_serving(final), export)
+            metrics = {"best": best, "simulated_tau": self.final_tau(final)}
+            write_provenance(export, config, self.replies, metrics)
+        return export
+
+    def final_tau(self, drafter: DLiteDrafter) -> dict[str, float]:
+        """Simulated tau on the replies to evaluation prompts, `eval.folders`."""
+
+        folders = [Path(folder) for folder in self.config.eval.folders]
+        if not folders:
+            return {}
+        tau = simulate_folders(drafter.to(self.device), self.target, folders)
+        print(f"train: simulated greedy tau {json.dumps(tau)}", file=sys.stderr)
+        return tau

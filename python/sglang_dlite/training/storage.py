@@ -1,0 +1,49 @@
+"""Files that appear whole or not at all, and what is said when the disk is full."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+
+class StorageError(RuntimeError):
+    """A file could not be written; what was there before is intact."""
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Call `write` with a scratch file beside `path`, then put it in its place.
+
+    Raises `StorageError` where the disk refuses, and leaves neither scratch nor a torn file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
+        raise StorageError(
+            f"cannot write {path}: {error}. The file before it is intact. Free some space and run "
+            "the same command again: it continues from there."
+        ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of the complete lines of a file; a torn last line is left out."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]

@@ -1,0 +1,125 @@
+"""Data sets survive kills without loss or duplicates, in both formats, and know their target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sglang_dlite.training.dataset import (
+    DatasetError,
+    Description,
+    ReplyRecord,
+    ReplyWriter,
+    fingerprint,
+    load_replies,
+)
+from sglang_dlite.training.storage import StorageError
+
+from .conftest import VOCAB, describe
+
+
+def _record(name: str, length: int = 3) -> ReplyRecord:
+    return ReplyRecord(name, "s", 0, "c", [1, 2], list(range(length)), f"text {name}", "stop")
+
+
+def _ids(folder: Path) -> list[str]:
+    return [reply.id for reply in load_replies([folder], VOCAB)]
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+def test_a_kill_between_any_two_replies_loses_none(tmp_path: Path, parquet: bool) -> None:
+    describe().bind(tmp_path)
+    names = [f"p/{i}#0" for i in range(8)]
+    for name in names:  # a new process for each
+        writer = ReplyWriter(tmp_path, "part-0", parquet, shard_size=3)
+        assert list(writer.done) == names[: names.index(name)]
+        writer.append(_record(name))
+        with (tmp_path / f"part-0-{names.index(name) // 3:05d}.jsonl").open("ab") as file:
+            if (names.index(name) + 1) % 3:  # the shard goes on: a torn line
+                file.write(b'{"id": "torn", "sou')
+        del writer
+    for empty in [p for p in tmp_path.glob("*.jsonl") if not p.stat().st_size]:
+        empty.unlink()  # made by the test's own torn-line helper
+    assert sorted(_ids(tmp_path)) == names
+    suffixes = sorted(path.suffix for path in tmp_path.glob("part-*"))
+    assert suffixes == ([".jsonl", ".parquet", ".parquet"] if parquet else [".jsonl"] * 3)
+    reply = load_replies([tmp_path], VOCAB)[0]
+    assert reply.prompt_ids.tolist() == [1, 2] and reply.reply_ids.tolist() == [0, 1, 2]
+
+
+def test_a_kill_during_conversion_leaves_no_duplicates(tmp_path: Path) -> None:
+    describe().bind(tmp_path)
+    writer = ReplyWriter(tmp_path, "part-0", True, shard_size=2)
+    writer.append(_record("a"))
+    lines = (tmp_path / "part-0-00000.jsonl").read_bytes()
+    writer.append(_record("b"))
+    # As if killed after the new file appeared and before the old one went.
+    (tmp_path / "part-0-00000.jsonl").write_bytes(lines)
+    again = ReplyWriter(tmp_path, "part-0", True, shard_size=2)
+    assert list(again.done) == ["a", "b"]
+    again.append(_record("c"))
+    again.close()
+    assert sorted(_ids(tmp_path)) == ["a", "b", "c"]
+
+
+def test_a_full_disk_is_named_and_generation_goes_on_afterwards(
+    tmp_path: Path, file_size_limit
+) -> None:
+    describe().bind(tmp_path)
+    writer = ReplyWriter(tmp_path, "part-0")
+    with file_size_limit(400), pytest.raises(StorageError, match="Free some space"):
+        for i in range(100):
+            writer.append(_record(f"{i}"))
+    kept = list(ReplyWriter(tmp_path, "part-0").done)
+    assert 0 < len(kept) < 100
+    again = ReplyWriter(tmp_path, "part-0")
+    again.append(_record("after"))
+    again.close()
+    assert _ids(tmp_path) == [*kept, "after"]
+
+
+def test_other_settings_are_refused_by_name_and_runs_are_listed(tmp_path: Path) -> None:
+    describe().bind(tmp_path)
+    describe(provenance=[{"command": ["again"]}]).bind(tmp_path)
+    assert [run["command"] for run in Description.read(tmp_path).provenance] == [
+        ["test"],
+        ["again"],
+    ]
+    with pytest.raises(DatasetError, match=r"temperature is 0\.0, now 1\.0"):
+        describe(temperature=1.0).bind(tmp_path)
+
+
+def test_another_vocabulary_is_refused(data_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="vocabulary has 257 tokens; the target's has 300"):
+        load_replies([data_folder], 300)
+    describe().bind(tmp_path)
+    writer = ReplyWriter(tmp_path, "part-0")
+    writer.append(ReplyRecord("x", "s", 0, "", [1], [VOCAB], "", "stop"))
+    with pytest.raises(
+        DatasetError, match=r"'x' has token 257, the target's vocabulary ends at 256"
+    ):
+        load_replies([tmp_path], VOCAB)
+
+
+def test_what_is_no_data_set_is_named(tmp_path: Path, data_folder: Path) -> None:
+    with pytest.raises(DatasetError, match="sglang-dlite generate"):
+        load_replies([tmp_path], VOCAB)
+    with pytest.raises(DatasetError, match=r"data\.replies"):
+        load_replies([], VOCAB)
+    (tmp_path / "format.json").write_text("{}")
+    with pytest.raises(DatasetError, match="earlier trainer"):
+        load_replies([tmp_path], VOCAB)
+    with pytest.raises(DatasetError, match="occurs twice"):
+        load_replies([data_folder, data_folder], VOCAB)
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    describe().bind(tmp_path)
+    writer = ReplyWriter(tmp_path, "part-0")
+    writer.append(_record("a"))
+    before = fingerprint([tmp_path])
+    writer.append(_record("b"))
+    after = fingerprint([tmp_path])
+    assert before.keys() == after.keys() and before != after
+    assert json.loads((tmp_path / "dataset.json").read_text())["vocab_size"] == VOCAB

@@ -1,0 +1,202 @@
+"""The cache gives what a forward pass gives, holds only what is needed, and survives kills."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sglang_dlite.training import state_cache
+from sglang_dlite.training.anchors import AnchorSpec, Pick, is_held_out
+from sglang_dlite.training.cache_states import cache_states, choose_places
+from sglang_dlite.training.config import TrainConfig, from_dict
+from sglang_dlite.training.dataset import load_replies
+from sglang_dlite.training.state_cache import CachedStates, CacheError
+from sglang_dlite.training.states import OnlineStates
+from sglang_dlite.training.storage import StorageError
+
+from .conftest import MODEL, VOCAB
+
+LAYER_IDS = (0, 1, 3)  # the rule for S=3 of 4 layers
+
+
+def _config(target: Path, data: Path, cache: Path, window: bool = True, **changes) -> TrainConfig:
+    return from_dict(
+        {
+            "target": {"path": str(target), "dtype": "float32"},
+            "data": {
+                "replies": [str(data)],
+                "cache": str(cache),
+                "states": "cache",
+                "top_k": 5,
+                "cached_anchors_per_reply": 6,
+                "held_out_percent": 20,
+            }
+            | changes,
+            "model": MODEL,
+            "stages": {"teacher": 1.0 if window else 0.0},
+        }
+    )
+
+
+def _spec(window: int) -> AnchorSpec:
+    return AnchorSpec(LAYER_IDS, MODEL["group_size"], MODEL["block_size"] - 1, 5, window)
+
+
+@pytest.mark.parametrize("window", [0, MODEL["window"]])
+def test_a_cached_batch_is_the_online_one(
+    target: Path, data_folder: Path, frozen, tmp_path: Path, window: int
+) -> None:
+    folder = cache_states(_config(target, data_folder, tmp_path / "c", bool(window)))
+    replies, spec = load_replies([data_folder], VOCAB), _spec(window)
+    cached, online = CachedStates(folder, replies, spec), OnlineStates(frozen, replies)
+    picks = [
+        Pick(i, cached.places(reply)[start::2])
+        for i, reply in enumerate(replies)
+        for start in (0, 1)
+        if len(cached.places(reply)) > 1
+    ]
+    a, b = cached.batch(picks, spec), online.batch(picks, spec)
+    assert len(a.labels) > 80
+    for name in ("token_group", "next_tokens", "labels", "labelled"):
+        assert torch.equal(getattr(a, name), getattr(b, name))
+    torch.testing.assert_close(a.pivot_states.float(), b.pivot_states, atol=0.05, rtol=0.01)
+    labelled = a.labelled
+    assert torch.equal(a.law.ids[labelled][:, 0], b.law.ids[labelled][:, 0])
+    torch.testing.assert_close(
+        a.law.logprobs[labelled].float(), b.law.logprobs[labelled], atol=1e-2, rtol=1e-2
+    )
+    if window:
+        assert torch.equal(a.window.valid, b.window.valid)
+        torch.testing.assert_close(
+            a.window.features[a.window.index].float(), b.window.features[b.window.index],
+            atol=0.05, rtol=0.01,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layers,drafts,top_k,window",
+    [((0, 3), 4, 5, 6), ((3, 0, 1), 2, 5, 0), ((0, 1, 3), 4, 2, 3), ((1,), 1, 1, 2)],
+)
+def test_a_cache_serves_drafters_that_need_less(
+    target: Path, data_folder: Path, frozen, tmp_path: Path, layers, drafts, top_k, window
+) -> None:
+    folder = cache_states(_config(target, data_folder, tmp_path / "c"))
+    replies = load_replies([data_folder], VOCAB)
+    spec = AnchorSpec(layers, 1, drafts, top_k, window)
+    cached, online = CachedStates(folder, replies, spec), OnlineStates(frozen, replies)
+    picks = [Pick(i, cached.places(r)[1:4]) for i, r in enumerate(replies) if r.length > 6]
+    a, b = cached.batch(picks, spec), online.batch(picks, spec)
+    assert len(a.labels) > 20 and torch.equal(a.labelled, b.labelled)
+    torch.testing.assert_close(a.pivot_states.float(), b.pivot_states, atol=0.05, rtol=0.01)
+    assert torch.equal(a.law.ids[a.labelled][:, 0], b.law.ids[a.labelled][:, 0])
+    assert a.law.ids.shape == b.law.ids.shape
+    if window:
+        torch.testing.assert_close(
+            a.window.features[a.window.index].float(), b.window.features[b.window.index],
+            atol=0.05, rtol=0.01,
+        )  # fmt: skip
+
+
+def test_only_what_the_anchors_need_is_stored(target: Path, data_folder: Path, tmp_path) -> None:
+    folder = cache_states(_config(target, data_folder, tmp_path / "c", window=False))
+    replies = load_replies([data_folder], VOCAB)
+    anchors = laws = 0
+    for reply in replies:
+        limit = 1000 if is_held_out(reply.id, 20) else 6
+        count = min(limit, max(0, reply.length - 1))
+        anchors += count if reply.length >= 2 else 0
+        if reply.length >= 2:
+            places = CachedStates(folder, replies, _spec(0)).places(reply)
+            assert len(places) == count
+            rows = {p + j for p in places.tolist() for j in range(MODEL["block_size"] - 1)}
+            laws += len({row for row in rows if row < reply.length - 1})
+    sizes = {path.suffix: path.stat().st_size for path in folder.glob("part-*")}
+    assert sizes[".states"] == anchors * 3 * 32 * 2
+    assert sizes[".topids"] == laws * 5 * 4 and sizes[".toplogp"] == laws * 5 * 2
+    assert ".window" not in sizes
+
+
+@pytest.mark.parametrize("tear", ["line", "arrays", "both"])
+def test_a_kill_loses_only_what_was_not_committed(
+    target: Path, data_folder: Path, tmp_path: Path, tear: str
+) -> None:
+    whole = cache_states(_config(target, data_folder, tmp_path / "whole"))
+    broken = cache_states(_config(target, data_folder, tmp_path / "broken"))
+    (part,) = broken.glob("*.jsonl")
+    lines = part.read_bytes().splitlines(keepends=True)
+    torn = lines[5][: len(lines[5]) // 2] if tear in ("line", "both") else b""
+    part.write_bytes(b"".join(lines[:5]) + torn)
+    if tear in ("arrays", "both"):
+        record = json.loads(lines[6])
+        for kind, rows in record["rows"].items():
+            size = state_cache.CacheFormat.read(broken).row_bytes(kind)
+            with part.with_suffix(f".{kind}").open("rb+") as file:
+                file.truncate(rows * size + 7)
+    again = cache_states(_config(target, data_folder, tmp_path / "broken"))
+    for path in sorted(whole.glob("part-*")):
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_shares_together_hold_every_reply(target: Path, data_folder: Path, tmp_path) -> None:
+    config = _config(target, data_folder, tmp_path / "c")
+    for share in (0, 1):
+        cache_states(config, share, 2)
+    replies = load_replies([data_folder], VOCAB)
+    cached = CachedStates(tmp_path / "c", replies, _spec(0))
+    assert all(len(cached.places(reply)) for reply in replies if reply.length > 1)
+    before = {path: path.stat().st_size for path in (tmp_path / "c").glob("part-*")}
+    cache_states(config)  # another number of shares: nothing is left to do
+    after = {path: path.stat().st_size for path in (tmp_path / "c").glob("part-*")}
+    assert before == {path: after[path] for path in before}
+    assert not any(size for path, size in after.items() if path not in before)
+
+
+def test_a_cache_for_something_else_is_refused(target: Path, data_folder: Path, tmp_path) -> None:
+    config = _config(target, data_folder, tmp_path / "c", window=False)
+    cache_states(config)
+    replies = load_replies([data_folder], VOCAB)
+    with pytest.raises(CacheError, match=r"needs target layers \[2\], the cache holds"):
+        CachedStates(tmp_path / "c", replies, AnchorSpec((0, 2), 2, 4, 5))
+    for spec, message in (
+        (_spec(6), r"model.window.* is 6, the cache was made for 0"),
+        (AnchorSpec(LAYER_IDS, 2, 5, 5), r"block_size - 1 is 5, the cache was made for 4"),
+        (AnchorSpec(LAYER_IDS, 2, 4, 6), r"top_k is 6, the cache was made for 5"),
+    ):
+        with pytest.raises(CacheError, match=message):
+            CachedStates(tmp_path / "c", replies, spec)
+    with pytest.raises(CacheError, match="anchors_per_reply is 6, now 7"):
+        cache_states(
+            _config(target, data_folder, tmp_path / "c", False, cached_anchors_per_reply=7)
+        )
+    with pytest.raises(CacheError, match="cache-states"):
+        CachedStates(tmp_path / "none", replies, _spec(0))
+
+
+def test_lost_rows_are_an_error(target: Path, data_folder: Path, tmp_path: Path) -> None:
+    folder = cache_states(_config(target, data_folder, tmp_path / "c"))
+    next(folder.glob("*.topids")).write_bytes(b"")
+    with pytest.raises(CacheError, match="topids is shorter"):
+        cache_states(_config(target, data_folder, tmp_path / "c"))
+
+
+def test_a_full_disk_is_named_and_the_cache_is_completed_afterwards(
+    target: Path, data_folder: Path, tmp_path: Path, file_size_limit
+) -> None:
+    whole = cache_states(_config(target, data_folder, tmp_path / "whole"))
+    config = _config(target, data_folder, tmp_path / "full")
+    with file_size_limit(9000), pytest.raises(StorageError, match="Free some space"):
+        cache_states(config)
+    again = cache_states(config)
+    for path in sorted(whole.glob("part-*")):
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_places_are_chosen_by_reply_and_seed() -> None:
+    assert choose_places(5, 8, 0, "a").tolist() == [0, 1, 2, 3, 4]
+    chosen = choose_places(100, 8, 0, "a")
+    assert len(set(chosen.tolist())) == 8 and np.all(np.diff(chosen) > 0)
+    assert np.array_equal(chosen, choose_places(100, 8, 0, "a"))
+    assert not np.array_equal(chosen, choose_places(100, 8, 0, "b"))

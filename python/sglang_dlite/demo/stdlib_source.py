@@ -48,3 +48,15 @@ def outline(module: str) -> str:
     kinds = (ast.FunctionDef, ast.ClassDef)
     found = [node.lineno for node in tree.body if isinstance(node, kinds)]
     return "\n".join(f"{number}:{lines[number - 1]}" for number in found)
+
+
+def symbols(module: str) -> list[str]:
+    """The names that `definition` takes: functions, classes, and methods as `Class.method`."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = []
+    for node in _parse(module)[1].body:
+        if isinstance(node, kinds):
+            names.append(node.name)
+        if isinstance(node, ast.ClassDef):
+            names += [f"{node.name}.{item.name}" for item in node.body if isinstance(item, kinds)]
+    return names

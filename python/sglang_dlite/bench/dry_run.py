@@ -26,6 +26,7 @@ from sglang_dlite.bench.arms import (
 from sglang_dlite.bench.config import BenchConfig, BenchConfigError, WorkloadSpec
 from sglang_dlite.bench.memory import memory_of
 from sglang_dlite.bench.provenance import device_name
+from sglang_dlite.embedded_model import embedded_model_dir
 from sglang_dlite.server_process import launch_command
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -76,10 +77,11 @@ def describe(config: BenchConfig, accelerator: bool) -> Iterator[str]:
     yield f"this machine: {device_name()}{'' if accelerator else ' (no accelerator)'}"
     yield f"target: {config.target}"
     yield ""
+    target = str(embedded_model_dir()) if config.target == EMBEDDED else config.target
     yield f"{len(config.arms)} arms; servers {config.placement}; launch flags {checked}"
     for spec in config.arms:
         args = (*config.server_args, *speculative_args(spec))
-        command = launch_command(config.target, None, _PORT, args)
+        command = launch_command(target, None, _PORT, args)
         reason = None if config.target == EMBEDDED else checkpoint_problem(config.target)
         reason = reason or skip_reason(spec, accelerator)
         yield f"  {spec.name}" + (f"  [skipped on this machine: {reason}]" if reason else "")
@@ -99,7 +101,7 @@ def _workloads(config: BenchConfig) -> Iterator[str]:
     for spec in config.workloads:
         levels = list(schedule.loads(config, spec.name))
         shown = ", ".join(f"{c}{' cold' if kind == 'cold' else ''}" for c, kind in levels)
-        source = spec.path or ("generated" if spec.kind == "generated" else "Hugging Face hub")
+        source = spec.path or ("this interpreter" if spec.kind == "generated" else "the hub")
         optional = " (left out where absent)" if spec.optional else ""
         yield (
             f"  {spec.name}: {spec.kind} from {source}{optional}; up to {spec.sessions} sessions, "
@@ -150,8 +152,8 @@ def _estimates(config: BenchConfig) -> Iterator[str]:
         for r in rounds
     )
     yield from _disk(config, replies * _BYTES_PER_OUTPUT_TOKEN)
+    target = str(embedded_model_dir()) if config.target == EMBEDDED else config.target
     for spec in config.arms:
-        target = config.target
         found = memory_of(config, Arm(spec, target, ()))
         if isinstance(found, str):
             yield f"memory, {spec.name}: {found}"

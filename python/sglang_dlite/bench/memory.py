@@ -15,13 +15,12 @@ _BYTES = 2  # bf16 and fp16, which K/V and weights are kept in
 _GIB = 1024**3
 
 
-def kv_bytes_per_token(config: dict[str, Any], layers: int | None = None) -> int:
+def kv_bytes_per_token(config: dict[str, Any]) -> int:
     """K and V of one token: 2 x layers x KV heads x head size x 2 bytes."""
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    layers = config["num_hidden_layers"] if layers is None else layers
-    return 2 * layers * kv_heads * head_dim * _BYTES
+    return int(2 * config["num_hidden_layers"] * kv_heads * head_dim * _BYTES)
 
 
 def dlite_state_bytes(config: dict[str, Any]) -> int:
@@ -55,6 +54,13 @@ def _weight_bytes(folder: Path | None) -> int | None:
 
 def memory_of(config: BenchConfig, arm: Arm) -> Memory | str:
     """The arithmetic for one arm, or why it cannot be made."""
+    try:
+        return _reckon(config, arm)
+    except KeyError as error:
+        return f"the configuration of a model has no field {error}"
+
+
+def _reckon(config: BenchConfig, arm: Arm) -> Memory | str:
     spec = arm.spec
     folder = cached_snapshot(arm.target)
     target, source = _shape(folder, config.target_shape)

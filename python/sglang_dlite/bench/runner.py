@@ -135,7 +135,8 @@ class Run:
                 self._play(self._running())
             else:
                 for repeat in range(config.repeats):
-                    for name in self._running():
+                    rounds = [round for round in self._rounds() if round.repeat == repeat]
+                    for name in dict.fromkeys(round.arm for round in rounds):
                         self._play([name], repeat)
         finally:
             self._note_progress()

@@ -64,9 +64,13 @@ def _loads(config: BenchConfig, results: list[RoundResult]) -> list[dict[str, An
         key = result.round.load[:3]
         groups[key].setdefault(result.round.arm, []).append(result)
     entries = []
-    for (workload, concurrency, cache), arms in sorted(groups.items()):
+    # In the configuration's order; the cache kept before flushed.
+    names = [spec.name for spec in config.workloads]
+    for key in sorted(groups, key=lambda k: (names.index(k[0]), k[2] == "cold", k[1])):
+        (workload, concurrency, cache), arms = key, groups[key]
         baseline = arms.get(config.baseline, [])
-        for arm, rounds in arms.items():
+        for arm in (spec.name for spec in config.arms if spec.name in arms):
+            rounds = arms[arm]
             figures = measures.load_figures(rounds)
             figures |= {"workload": workload, "concurrency": concurrency, "cache": cache}
             figures |= {"arm": arm, "speedup": measures.speedup(rounds, baseline)}

@@ -19,6 +19,7 @@ from sglang_dlite.bench.report.content import (
     Text,
 )
 from sglang_dlite.bench.report.formats import (
+    MISSING,
     decimals,
     gigabytes,
     kilobytes,
@@ -42,6 +43,7 @@ def build(run: RunDirectory) -> tuple[Document, dict[str, Any]]:
     arms = [arm["name"] for arm in config["arms"]]
     palette = figures.Palette(arms, config["baseline"])
     sections = [
+        _in_short(summary),
         _overview(summary),
         _speed(summary, palette),
         _acceptance(summary, palette),
@@ -67,6 +69,39 @@ def build(run: RunDirectory) -> tuple[Document, dict[str, Any]]:
 
 def _drawing(name: str, caption: str, drawing: Any) -> list[Block]:
     return [] if drawing is None else [Figure(name, caption, drawing)]
+
+
+def _in_short(summary: dict[str, Any]) -> Section | None:
+    """Speed-ups by workload and load, and the acceptance lengths: what most readers come for."""
+    baseline = summary["config"]["baseline"]
+    warm = [load for load in summary["loads"] if load["cache"] == "warm"]
+    levels = sorted({load["concurrency"] for load in warm})
+    rows = []
+    for workload in dict.fromkeys(load["workload"] for load in warm):
+        for arm in summary["measured_arms"]:
+            mine = {
+                load["concurrency"]: load["speedup"]
+                for load in warm
+                if (load["workload"], load["arm"]) == (workload, arm)
+            }
+            found = summary["acceptance_by_workload"].get(workload, {}).get(arm)
+            if arm != baseline and mine:
+                speeds = [with_interval(mine[c], 2) if c in mine else MISSING for c in levels]
+                rows.append((workload, arm, *speeds, decimals(found and found["tau"][0], 2)))
+    if not rows:
+        return None
+    headings = ("workload", "arm", *(f"{c} at once" for c in levels), "τ")
+    return Section(
+        "In short",
+        [
+            Text(
+                f"Output tokens per second of each user, as a multiple of {baseline!r}, by the "
+                "number of sessions played at once; and the acceptance length τ, the mean number "
+                "of tokens per verify pass."
+            ),
+            Table(headings, rows, left=2),
+        ],
+    )
 
 
 def _overview(summary: dict[str, Any]) -> Section:
@@ -170,14 +205,19 @@ def _acceptance(summary: dict[str, Any], palette: figures.Palette) -> Section | 
                     with_interval(found["tau"], 2),
                     *(decimals(found[f"tau_p{q}"], 2) for q in (10, 50, 90)),
                     str(found["verify_passes"]),
-                    " ".join(percent(rate) for rate in found["position_rates"]),
-                    " ".join(percent(rate) for rate in found["conditional_rates"]),
                 )
             )
-    headings = (
-        "workload", "arm", "τ", "p10", "p50", "p90", "passes", "accepted by position",
-        "given the one before",
-    )  # fmt: skip
+    headings = ("workload", "arm", "τ", "p10", "p50", "p90", "passes")
+    width = max(len(found["position_rates"]) for found in summary["acceptance"].values())
+    position_rows = [
+        (arm, name, *(percent(rate) for rate in found[key]))
+        for arm, found in summary["acceptance"].items()
+        for name, key in (
+            ("of all passes", "position_rates"),
+            ("given the one before", "conditional_rates"),
+        )
+    ]
+    position_rows = [(*row, *[""] * (width + 2 - len(row))) for row in position_rows]
     blocks: list[Block] = [
         *_drawing(
             "tau",
@@ -190,6 +230,9 @@ def _acceptance(summary: dict[str, Any], palette: figures.Palette) -> Section | 
             figures.positions(summary["acceptance"], palette),
         ),
         Table(headings, rows, left=2),
+        Table(
+            ("arm", "accepted", *(f"draft {i + 1}" for i in range(width))), position_rows, left=2
+        ),
         Text(
             "τ = 1 + accepted drafts / verify passes, over all passes; percentiles are over "
             "replies. Counts are SGLang's own, per request."

@@ -266,7 +266,8 @@ def steps(summary: dict[str, Any], palette: Palette) -> Drawing | None:
     axes.set_xlabel("requests in the batch")
     axes.set_ylabel("ms per decode step")
     axes.grid(axis="x", visible=False)
-    axes.legend(ncols=2)
+    axes.set_ylim(top=1.3 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(ncols=3)
     return drawing
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from html import escape
 
 from sglang_dlite.bench.report import figures
@@ -43,8 +44,9 @@ td { text-align: right; border-bottom: 1px solid var(--line); padding: 5px 12px 
 th.left, td.left { text-align: left; }
 td.long { white-space: normal; min-width: 22ch; overflow-wrap: anywhere; }
 tbody tr:hover { background: #f9fafb; }
-figure { margin: 12px 0 16px; }
-figure svg { max-width: 100%; height: auto; }
+.figures { display: flex; flex-wrap: wrap; gap: 8px 28px; align-items: flex-end; }
+figure { margin: 8px 0 14px; max-width: 100%; }
+figure svg { display: block; max-width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: 13px; }
 pre { background: #f2f4f7; padding: 10px 12px; border-radius: 6px; font-size: 12px;
   white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -54,8 +56,9 @@ summary { cursor: pointer; }
   font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }
 .tokens { font: 13px/2 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; }
-.tokens span, .legend span { border-radius: 3px; padding: 2px 0; box-shadow: inset -1px 0 #fff; }
+.tokens > span, .legend span { border-radius: 3px; padding: 2px 0; box-shadow: inset -1px 0 #fff; }
 .legend span { padding: 2px 8px; margin-right: 10px; font-size: 13px; }
+.break { color: #98a2b3; }
 .draft { background: #b7ebc6; } .target { background: #ffe2bf; } .prefill { background: #d6deea; }
 """
 
@@ -89,10 +92,14 @@ def page(document: Document) -> str:
 
 
 def _blocks(section: Section) -> str:
-    parts = [_block(block) for block in section.blocks]
-    first_run = next((i for i, b in enumerate(section.blocks) if isinstance(b, TokenRun)), None)
-    if first_run is not None:
-        parts.insert(first_run, _LEGEND)
+    parts = []
+    legend_is_due = True
+    for kind, group in itertools.groupby(section.blocks, key=type):
+        if kind is TokenRun and legend_is_due:
+            parts.append(_LEGEND)
+            legend_is_due = False
+        made = "\n".join(map(_block, group))
+        parts.append(f'<div class="figures">{made}</div>' if kind is Figure else made)
     return "\n".join(parts)
 
 
@@ -141,9 +148,14 @@ def _table(table: Table) -> str:
 
 def _token_run(run: TokenRun) -> str:
     tokens = "".join(
-        f'<span class="{token.kind}" title="{escape(token.hint)}">{escape(token.text)}</span>'
+        f'<span class="{token.kind}" title="{escape(token.hint)}">{_shown(token.text)}</span>'
         for token in run.tokens
         if token.text
     )
     prompt = f'<div class="prompt">{escape(run.prompt)}</div>' if run.prompt else ""
     return f'<h3>{escape(run.heading)}</h3>{prompt}<div class="tokens">{tokens}</div>'
+
+
+def _shown(piece: str) -> str:
+    """A token's text, with a mark for each line break: many a draft is one."""
+    return escape(piece).replace("\n", '<span class="break">↵</span>\n')

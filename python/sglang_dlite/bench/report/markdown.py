@@ -37,7 +37,7 @@ def _block(block: Block) -> str:
         case Table():
             return table(block)
         case Figure(name, caption, _):
-            return f"![{caption}]({name}.png)\n\n{caption}"
+            return f"![{caption}]({name}.png)"
         case TokenRun(heading, _, tokens):
             shown = "".join(
                 f"<b>{_in_html(token.text)}</b>" if token.kind == "draft" else _in_html(token.text)

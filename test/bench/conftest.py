@@ -146,7 +146,7 @@ def make_reply() -> Callable[..., Reply]:
 
 @pytest.fixture
 def make_result(make_reply: Callable[..., Reply]) -> Callable[..., RoundResult]:
-    """One round of one session and two turns; `plain` does not speculate and takes twice as long."""
+    """One round of one session and two turns; `plain`: no speculation, twice as slow."""
 
     def make(arm: str = "DLITE", plain: bool = False, **place: Any) -> RoundResult:
         values: dict[str, Any] = {"workload": "agent", "concurrency": 1, "cache": "warm"}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from sglang_dlite.bench.lab import (
     DLiteProposer,
     LabReply,
+    LayerOutputs,
     NgramLookup,
+    TeacherProposer,
     figures,
     layer_outputs,
     walk,
@@ -17,7 +20,7 @@ from sglang_dlite.bench.lab import (
 
 
 def reply(prompt: Sequence[int], ids: Sequence[int]) -> LabReply:
-    return LabReply(list(prompt), list(ids), torch.zeros(len(ids) + 1, 1, 1), len(prompt) - 1)
+    return LabReply(list(prompt), list(ids), LayerOutputs({}, 0))
 
 
 class Oracle:
@@ -106,7 +109,7 @@ def test_layer_outputs_are_the_models(target: torch.nn.Module) -> None:
     ids = list(range(10))
     with torch.inference_mode():
         hidden = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    found = layer_outputs(target, ids, [0, 2, 3], first_row=4)
+    found = layer_outputs(target, ids, [0, 2, 3], first=4).at([0, 2, 3], torch.arange(4, 10))
     assert found.shape == (6, 3, 32)
     for column, layer in enumerate((0, 2, 3)):  # the last entry is after the final norm
         torch.testing.assert_close(found[:, column], hidden[layer + 1][0, 4:])
@@ -118,17 +121,45 @@ def test_dlite_gets_the_pivot_and_the_last_tokens(target: torch.nn.Module) -> No
     asked = {}
 
     class Drafter:
-        config = SimpleNamespace(anchor_group_size=2)
+        config = SimpleNamespace(anchor_group_size=2, target_layer_ids=[0, 3])
 
         def draft(self, states: torch.Tensor, group: torch.Tensor, embed: object) -> object:
             asked.update(states=states, group=group)
             return SimpleNamespace(token_ids=torch.zeros(len(group), 3, dtype=torch.long))
 
     ids = [3, 1, 4, 1, 5, 9, 2]
-    states = layer_outputs(target, ids, [0, 3], first_row=2)
-    text = LabReply(ids[:3], ids[3:], states, 2)
+    text = LabReply(ids[:3], ids[3:], layer_outputs(target, ids, [0, 3], first=2))
     drafts = DLiteProposer(Drafter(), target.get_input_embeddings()).propose(text, [3, 5])
     assert drafts == [[0, 0, 0]] * 2
     assert asked["group"].tolist() == [[4, 1], [5, 9]]
-    whole = layer_outputs(target, ids, [0, 3], first_row=0)
-    torch.testing.assert_close(asked["states"], whole[[2, 4]])
+    whole = layer_outputs(target, ids, [0, 3], first=0)
+    torch.testing.assert_close(asked["states"], whole.at([0, 3], torch.tensor([2, 4])))
+
+
+def test_the_teacher_gets_its_window(target: torch.nn.Module) -> None:
+    from types import SimpleNamespace
+
+    pytest.importorskip("sglang_dlite.drafter.history")
+    asked = {}
+
+    class Teacher:
+        window = 4
+        config = SimpleNamespace(anchor_group_size=1, target_layer_ids=[0, 3], num_target_layers=4)
+
+        def draft_with_history(
+            self, states: torch.Tensor, group: torch.Tensor, embed: object, history: Any
+        ) -> object:
+            asked.update(history=history)
+            return SimpleNamespace(token_ids=torch.ones(len(group), 2, dtype=torch.long))
+
+    ids = [3, 1, 4, 1, 5, 9, 2]
+    layers = [0, 2, 3]
+    text = LabReply(ids[:2], ids[2:], layer_outputs(target, ids, layers, first=0))
+    teacher = TeacherProposer(Teacher(), target.get_input_embeddings())
+    assert teacher.propose(text, [2, 5]) == [[1, 1]] * 2
+    history = asked["history"]
+    assert history.position.tolist() == [2, 5]
+    assert history.valid.tolist() == [[False, False, True], [True, True, True]]
+    assert history.index[1].tolist() == [1, 2, 3] and history.index[0, 2] == 0
+    whole = layer_outputs(target, ids, layers, first=0)
+    torch.testing.assert_close(history.features, whole.at(layers, torch.arange(7)))

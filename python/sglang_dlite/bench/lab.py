@@ -22,13 +22,25 @@ from sglang_dlite.drafter import DLiteDrafter, load_drafter
 
 
 @dataclass(frozen=True)
+class LayerOutputs:
+    """What some of the target's layers made of the tokens from position `first` on."""
+
+    layers: dict[int, torch.Tensor]  # layer id -> [tokens, h]
+    first: int
+
+    def at(self, layer_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
+        """[n, len(layer_ids), h] for positions [n]."""
+        rows = positions - self.first
+        return torch.stack([self.layers[index][rows] for index in layer_ids], dim=1)
+
+
+@dataclass(frozen=True)
 class LabReply:
-    """One greedy reply, and the target's layer outputs over prompt and reply."""
+    """One greedy reply, and what the target computed for it."""
 
     prompt_ids: list[int]
     reply_ids: list[int]
-    states: torch.Tensor  # [T, S, h]; row t: after token t, for the tokens from `first_row` on
-    first_row: int  # position of row 0
+    outputs: LayerOutputs
 
     @property
     def ids(self) -> list[int]:
@@ -80,13 +92,50 @@ class DLiteProposer:
 
     @torch.no_grad()
     def propose(self, reply: LabReply, anchors: Sequence[int]) -> list[list[int]]:
-        group_size = self._drafter.config.anchor_group_size
-        ids = reply.ids
-        places = torch.tensor(anchors)
-        group = torch.tensor([ids[a - group_size + 1 : a + 1] for a in anchors])
-        states = reply.states[places - 1 - reply.first_row]
-        block = self._drafter.draft(states, group, self._embed)
-        return block.token_ids.tolist()
+        inputs = _drafter_inputs(self._drafter, reply, anchors)
+        return self._drafter.draft(*inputs, self._embed).token_ids.tolist()
+
+
+def _drafter_inputs(
+    drafter: DLiteDrafter, reply: LabReply, anchors: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pivot states [n, S, h] and token groups [n, G] of these anchors."""
+    config, ids = drafter.config, reply.ids
+    group = torch.tensor([ids[a - config.anchor_group_size + 1 : a + 1] for a in anchors])
+    return reply.outputs.at(config.target_layer_ids, torch.tensor(anchors) - 1), group
+
+
+class TeacherProposer:
+    """The history-aware teacher as a drafter: also sees the W tokens before the anchor."""
+
+    name = "history-aware teacher"
+
+    def __init__(self, teacher: Any, embed: torch.nn.Module) -> None:
+        self._teacher, self._embed = teacher, embed
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The layers that make its history."""
+        from sglang_dlite.drafter.history import history_layer_ids
+
+        return history_layer_ids(self._teacher.config.num_target_layers)
+
+    @torch.no_grad()
+    def propose(self, reply: LabReply, anchors: Sequence[int]) -> list[list[int]]:
+        from sglang_dlite.drafter.history import HistoryWindow
+
+        first = reply.outputs.first
+        everything = torch.arange(first, len(reply.ids))
+        position = torch.tensor(anchors)
+        window = position[:, None] + torch.arange(-self._teacher.window, -1)  # a-W..a-2
+        history = HistoryWindow(
+            features=reply.outputs.at(self.layer_ids, everything),
+            index=(window - first).clamp(min=0),
+            valid=window >= 0,
+            position=position,
+        )
+        inputs = _drafter_inputs(self._teacher, reply, anchors)
+        return self._teacher.draft_with_history(*inputs, self._embed, history).token_ids.tolist()
 
 
 def walk(reply: LabReply, proposer: Proposer) -> tuple[int, int]:
@@ -115,9 +164,9 @@ def walk(reply: LabReply, proposer: Proposer) -> tuple[int, int]:
 
 
 def layer_outputs(
-    model: Any, ids: Sequence[int], layer_ids: Sequence[int], first_row: int
-) -> torch.Tensor:
-    """[T, S, h]: outputs of these layers for the tokens from `first_row` on, in one pass.
+    model: Any, ids: Sequence[int], layer_ids: Sequence[int], first: int
+) -> LayerOutputs:
+    """Outputs of these layers for the tokens from `first` on, in one pass.
 
     The last layer's is taken after the final norm, as in serving (docs/structures.md).
     """
@@ -126,7 +175,7 @@ def layer_outputs(
     def keep(index: int) -> Callable[..., None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) else output  # [1, tokens, h]
-            found[index] = value[0, first_row:].clone()
+            found[index] = value[0, first:].clone()
 
         return hook
 
@@ -139,12 +188,18 @@ def layer_outputs(
     finally:
         for handle in handles:
             handle.remove()
-    return torch.stack([found[index] for index in layer_ids], dim=1)
+    return LayerOutputs(found, first)
 
 
-def greedy_reply(
-    model: Any, prompt_ids: list[int], max_tokens: int, layer_ids: Sequence[int]
-) -> LabReply:
+@dataclass(frozen=True)
+class Wanted:
+    """What the drafters of a lab need of the target."""
+
+    layer_ids: tuple[int, ...]
+    before: int  # tokens before the reply
+
+
+def greedy_reply(model: Any, prompt_ids: list[int], max_tokens: int, wanted: Wanted) -> LabReply:
     """The target's own reply to a prompt, with the layer outputs that drafters look at."""
     ids = torch.tensor([prompt_ids])
     with torch.inference_mode():
@@ -155,9 +210,9 @@ def greedy_reply(
             do_sample=False,
             pad_token_id=0,  # one sequence: nothing is padded
         )[0].tolist()
-    first = len(prompt_ids) - 1
-    states = layer_outputs(model, whole, layer_ids, first)
-    return LabReply(prompt_ids, whole[len(prompt_ids) :], states, first)
+    first = max(0, len(prompt_ids) - wanted.before)
+    outputs = layer_outputs(model, whole, wanted.layer_ids, first)
+    return LabReply(prompt_ids, whole[len(prompt_ids) :], outputs)
 
 
 def greedy_replies(
@@ -165,7 +220,7 @@ def greedy_replies(
     tokenizer: Any,
     session: Session,
     max_tokens: int,
-    layer_ids: Sequence[int],
+    wanted: Wanted,
 ) -> Iterator[LabReply]:
     """The target's replies to the turns of a session, each fed back into the next."""
     fed_back: list[str] = []
@@ -174,7 +229,7 @@ def greedy_replies(
             history(session, fed_back), tokenize=False, add_generation_prompt=True
         )
         prompt_ids = tokenizer.encode(chat, add_special_tokens=False)
-        reply = greedy_reply(model, prompt_ids, max_tokens, layer_ids)
+        reply = greedy_reply(model, prompt_ids, max_tokens, wanted)
         fed_back.append(tokenizer.decode(reply.reply_ids, skip_special_tokens=True))
         yield reply
 
@@ -216,24 +271,35 @@ def run_lab(
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-    drafter = load_drafter(drafter_path, dtype=torch.bfloat16)
-    layer_ids = drafter.config.target_layer_ids
-    replies: list[LabReply] = []
-    total = sum(len(session.turns) for session in sessions)
-    with tqdm(total=total, desc="lab: greedy replies", unit="reply") as bar:
-        for session in sessions:
-            for reply in greedy_replies(model, tokenizer, session, max_tokens, layer_ids):
-                replies.append(reply)
-                bar.update()
     embed = model.get_input_embeddings()
+    drafter = load_drafter(drafter_path, dtype=torch.bfloat16)
     proposers: list[Proposer] = [
         DLiteProposer(drafter, embed),
         NgramLookup(drafter.config.num_drafts),
     ]
-    absent = {"history-aware teacher": "no checkpoint given (lab: teacher)"}
+    absent = {}
+    wanted = Wanted(tuple(drafter.config.target_layer_ids), before=1)
+    if teacher_path is None:
+        absent[TeacherProposer.name] = "no checkpoint given (lab: teacher)"
+    else:
+        from sglang_dlite.training.run_folder import load_teacher
+
+        teacher = load_teacher(teacher_path, dtype=torch.bfloat16)
+        proposer = TeacherProposer(teacher, embed)
+        proposers.insert(1, proposer)
+        layers = {*wanted.layer_ids, *teacher.config.target_layer_ids, *proposer.layer_ids}
+        wanted = Wanted(tuple(sorted(layers)), before=teacher.window + 1)
+    replies: list[LabReply] = []
+    total = sum(len(session.turns) for session in sessions)
+    with tqdm(total=total, desc="lab: greedy replies", unit="reply") as bar:
+        for session in sessions:
+            for reply in greedy_replies(model, tokenizer, session, max_tokens, wanted):
+                replies.append(reply)
+                bar.update()
     return {
         "target": target,
         "drafter": str(drafter_path),
+        "teacher": str(teacher_path) if teacher_path else None,
         "replies": len(replies),
         "reply_tokens": sum(len(reply.reply_ids) for reply in replies),
         "num_drafts": drafter.config.num_drafts,

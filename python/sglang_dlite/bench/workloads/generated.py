@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from sglang_dlite.bench.workloads.sessions import Loaded, Session, Turn
 from sglang_dlite.demo.session import SYSTEM_PROMPT
-from sglang_dlite.demo.stdlib_source import definition, symbols
+from sglang_dlite.demo.stdlib_source import definitions
 from sglang_dlite.training.stdlib_prompts import HELD_OUT
 
 _TASKS = (
@@ -53,10 +53,10 @@ def _library(held_out: bool) -> tuple[_Definition, ...]:
     found = []
     for module in modules:
         try:
-            names = symbols(module)
+            sources = definitions(module)
         except (FileNotFoundError, SyntaxError, ValueError):
             continue  # built in, or not part of this interpreter
-        found += [_Definition(module, name, definition(module, name)) for name in names]
+        found += [_Definition(module, name, source) for name, source in sources.items()]
     return tuple(
         item for item in found if 150 <= len(item.source) <= 4000 and "__" not in item.name
     )

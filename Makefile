@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.sglang-dlite-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check test test-slow lint format clean
+.PHONY: help install demo serve check bench test test-slow lint format clean
 
 help:  ## show this text
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -50,6 +50,9 @@ serve: $(STAMP)  ## keep the embedded model served with DLITE (PORT=30000); Ctrl
 
 check: $(STAMP)  ## diagnose the installation
 	@$(BIN)/sglang-dlite check
+
+bench: $(STAMP)  ## measure DLITE against the target alone, write work/bench/cpu/report.html (~17 min)
+	@$(BIN)/sglang-dlite bench --config cpu --max-minutes 16 $(ARGS)
 
 test: $(STAMP)  ## run the fast tests (ARGS="-k name" goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,15 @@ def test_own_replies_are_fed_back(make_server: MakeServer) -> None:
     assert server.events == ["flush", "chat", "flush", "chat", "chat"]
     assert [(reply.session, reply.turn) for reply in result.replies] == [("s", 1), ("s", 2)]
     assert result.seconds > 0 and not result.failures
+
+
+def test_fields_are_added_to_every_request(make_server: MakeServer) -> None:
+    server, plan = make_server(), load(session("s"))
+    fields = {"chat_template_kwargs": {"enable_thinking": False}}
+    play(server.base_url, replace(plan, fields=fields))
+    assert [request.get("chat_template_kwargs") for request in server.requests[1:]] == [
+        {"enable_thinking": False}
+    ] * 2
 
 
 def test_a_script_is_fed_back_instead(make_server: MakeServer) -> None:

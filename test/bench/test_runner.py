@@ -241,14 +241,15 @@ def test_the_sweep_is_bench_serving(
 
     monkeypatch.setattr(runner, "run_sweep_point", run_point)
     sweep = {"workload": "agent", "concurrency": [2, 4], "prompts_per_user": 2}
-    run = execute(tmp_path / "run", config(sweep=sweep))
+    run = execute(tmp_path / "run", config(sweep=sweep, request_fields={"x": 1}))
     assert len(commands) == 4
     assert commands[0][1:3] == ["-m", "sglang.bench_serving"]
     text = " ".join(commands[-1])
     assert "--max-concurrency 4" in text and "--num-prompts 8" in text
     trace = json.loads(Path(commands[0][commands[0].index("--dataset-path") + 1]).read_text())
     assert len(trace["conversations"]) == 3
-    execute(tmp_path / "run", config(sweep=sweep))
+    assert text.endswith('--extra-request-body {"x": 1}')
+    execute(tmp_path / "run", config(sweep=sweep, request_fields={"x": 1}))
     assert len(commands) == 4  # points are not measured twice
     write_report(run.directory)
     assert "12.5" in (tmp_path / "run" / "report.md").read_text()

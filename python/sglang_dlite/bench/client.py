@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -49,10 +49,11 @@ class StreamingClient:
         *,
         max_tokens: int,
         temperature: float,
+        fields: Mapping[str, Any] | None = None,
         session: str = "",
         turn: int = 1,
     ) -> Reply:
-        """One completion.
+        """One completion; `fields` are added to the request.
 
         Raises:
             RequestError: the server refused, broke off, or sent no token.
@@ -62,6 +63,7 @@ class StreamingClient:
             # Token counts with every chunk: how many tokens came in it.
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_output_ids_in_sglext": True,
+            **(fields or {}),
         }
         request = self._http.build_request("POST", "/v1/chat/completions", json=body)
         started, wall = time.perf_counter(), time.time()

@@ -115,5 +115,6 @@ def _lab(config: BenchConfig, directory: RunDirectory, console: Console) -> None
         sessions[: config.lab.sessions],
         config.lab.max_tokens,
         teacher_path=Path(config.lab.teacher) if config.lab.teacher else None,
+        template=config.request_fields.get("chat_template_kwargs"),
     )
     write_atomic(output, json.dumps(result, indent=1) + "\n")

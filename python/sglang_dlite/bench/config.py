@@ -151,6 +151,7 @@ class BenchConfig:
     concurrency: tuple[int, ...] = (1, 4, 16)
     repeats: int = 3
     temperature: float = 0.0
+    request_fields: dict[str, Any] = field(default_factory=dict)  # added to every chat request
     memory_gib: float = 80.0  # for the arithmetic of sessions that fit
     sweep: SweepSpec | None = None
     lab: LabSpec | None = None

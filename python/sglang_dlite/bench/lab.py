@@ -8,7 +8,7 @@ accepted, against the length of the context: the cost of drafting is not part of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -221,12 +221,16 @@ def greedy_replies(
     session: Session,
     max_tokens: int,
     wanted: Wanted,
+    template: Mapping[str, Any],
 ) -> Iterator[LabReply]:
     """The target's replies to the turns of a session, each fed back into the next."""
     fed_back: list[str] = []
     for _ in session.turns:
         chat = tokenizer.apply_chat_template(
-            history(session, fed_back), tokenize=False, add_generation_prompt=True
+            history(session, fed_back),
+            tokenize=False,
+            add_generation_prompt=True,
+            **template,
         )
         prompt_ids = tokenizer.encode(chat, add_special_tokens=False)
         reply = greedy_reply(model, prompt_ids, max_tokens, wanted)
@@ -264,8 +268,9 @@ def run_lab(
     sessions: Sequence[Session],
     max_tokens: int,
     teacher_path: Path | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Play the lab; the result is what `lab.json` holds."""
+    """Play the lab; the result is what `lab.json` holds. `template`: for the chat template."""
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -293,7 +298,9 @@ def run_lab(
     total = sum(len(session.turns) for session in sessions)
     with tqdm(total=total, desc="lab: greedy replies", unit="reply") as bar:
         for session in sessions:
-            for reply in greedy_replies(model, tokenizer, session, max_tokens, wanted):
+            for reply in greedy_replies(
+                model, tokenizer, session, max_tokens, wanted, template or {}
+            ):
                 replies.append(reply)
                 bar.update()
     return {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from sglang_dlite.bench.client import StreamingClient
 from sglang_dlite.bench.config import WorkloadSpec
@@ -28,6 +29,7 @@ class Load:
     sessions: Sequence[Session]
     temperature: float
     script: Script  # {} for "own"
+    fields: Mapping[str, Any] = field(default_factory=dict)  # added to every request
 
 
 async def warm_up(client: StreamingClient, users: int) -> None:
@@ -87,6 +89,7 @@ async def _play(
                 history(session, fed_back),
                 max_tokens=load.workload.max_tokens,
                 temperature=load.temperature,
+                fields=load.fields,
                 session=session.id,
                 turn=index + 1,
             )

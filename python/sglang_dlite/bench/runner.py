@@ -208,12 +208,18 @@ class Run:
         self.console.print(f"arm {escape(name)} skipped: {escape(reason)}")
 
     def _round(self, round: Round, servers: dict[str, ServerProcess], bar: tqdm) -> None:
-        spec = self.prepared.specs[round.workload]
+        config, spec = self.config, self.prepared.specs[round.workload]
         bar.set_description(f"{round.workload} c={round.concurrency} {round.cache} {round.arm}")
         known = self._known.setdefault(round.workload, [])
         replies = [reply for result in known for reply in result.replies]
         sessions = self._sessions(round)
-        plan = Load(spec, sessions, self.config.temperature, script_of(spec, sessions, replies))
+        plan = Load(
+            spec,
+            sessions,
+            config.temperature,
+            script_of(spec, sessions, replies),
+            config.request_fields,
+        )
         server = servers[round.arm]
         try:
             result = asyncio.run(_one_round(server.base_url, round, plan, bar))
@@ -246,7 +252,9 @@ class Run:
         output = sweep_file(self.directory, arm, concurrency)
         part = output.with_suffix(".part")
         target = self.arms[arm].target
-        command = sweep_command(sweep, server.base_url, target, trace, concurrency, part)
+        command = sweep_command(
+            sweep, server.base_url, target, trace, concurrency, part, self.config.request_fields
+        )
         log = self.directory.path / "logs" / f"sweep-{arm}-c{concurrency}.log"
         try:
             with self.console.status(f"bench_serving, {arm}, concurrency {concurrency}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,20 @@ class SweepError(RuntimeError):
 
 
 def sweep_command(
-    spec: SweepSpec, base_url: str, target: str, trace: Path, concurrency: int, output: Path
+    spec: SweepSpec,
+    base_url: str,
+    target: str,
+    trace: Path,
+    concurrency: int,
+    output: Path,
+    fields: Mapping[str, Any],
 ) -> list[str]:
     """The command line of one point: the workload as an agentic trace, C requests at once.
 
-    Replies end where the model ends them, and conversations feed the server's replies back.
+    Replies end where the model ends them, and conversations feed the server's replies back;
+    `fields` are added to every request.
     """
+    extra = ("--extra-request-body", json.dumps(dict(fields))) if fields else ()
     prompts = spec.prompts_per_user * concurrency
     return [
         *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang-oai-chat"),
@@ -33,7 +41,7 @@ def sweep_command(
         *("--num-prompts", str(prompts), "--max-concurrency", str(concurrency)),
         *("--sharegpt-output-len", str(spec.output_tokens), "--disable-ignore-eos"),
         *("--temperature", "0", "--warmup-requests", "1", "--flush-cache", "--disable-tqdm"),
-        *("--output-file", str(output)),
+        *("--output-file", str(output), *extra),
     ]
 
 

@@ -118,7 +118,7 @@ def make_server() -> Iterator[Callable[..., FakeServer]]:
         server.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_reply() -> Callable[..., Reply]:
     """A reply of 1 + 3 + 1 + 2 tokens in three passes, at one chunk per 0.1 s."""
 
@@ -144,7 +144,7 @@ def make_reply() -> Callable[..., Reply]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_result(make_reply: Callable[..., Reply]) -> Callable[..., RoundResult]:
     """One round of one session and two turns; `plain`: no speculation, twice as slow."""
 

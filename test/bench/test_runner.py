@@ -204,6 +204,16 @@ def test_an_arm_that_dies_is_skipped_from_then_on(world: World, tmp_path: Path) 
     assert "it died" in run.directory.manifest()["arms"]["DLITE"]["skipped"]
 
 
+def test_a_round_whose_warm_up_fails_is_a_problem(world: World, tmp_path: Path) -> None:
+    world.servers["DLITE"].refuse = lambda request: True
+    run = execute(tmp_path / "run")
+    manifest = run.directory.manifest()
+    assert len(manifest["problems"]) == len(manifest["not_played"]) == 4
+    assert (
+        "agent/c1/0/DLITE.jsonl: POST /v1/chat/completions answered 400" in manifest["problems"][0]
+    )
+
+
 def test_there_is_no_comparison_without_the_baseline(world: World, tmp_path: Path) -> None:
     world.no_start.add("target-only")
     with pytest.raises(ServerError, match="did not start"):

@@ -130,6 +130,9 @@ class Run:
         )
         for result in self.directory.results():
             self._known.setdefault(result.round.workload, []).append(result)
+        if not self._missing() and not self._sweep_points(self._running()):
+            name = escape(str(self.directory.path))
+            self.console.print(f"{name} is complete; to measure anew, remove it or give --out")
         try:
             if config.placement == "together":
                 self._play(self._running())
@@ -147,14 +150,15 @@ class Run:
     def _rounds(self) -> list[Round]:
         return schedule.order(self.config, self._running(), list(self.prepared.sessions))
 
+    def _missing(self) -> list[Round]:
+        return [round for round in self._rounds() if not self.directory.is_done(round)]
+
     def _play(self, arms: Sequence[str], repeat: int | None = None) -> None:
         """Start these arms' servers and play their rounds (of one repeat), then their sweep."""
         todo = [
             round
-            for round in self._rounds()
-            if round.arm in arms
-            and repeat in (None, round.repeat)
-            and not self.directory.is_done(round)
+            for round in self._missing()
+            if round.arm in arms and repeat in (None, round.repeat)
         ]
         last = repeat in (None, self.config.repeats - 1)
         points = self._sweep_points(arms) if last else []
@@ -220,17 +224,21 @@ class Run:
             script_of(spec, sessions, replies),
             config.request_fields,
         )
-        server = servers[round.arm]
+        server, result, problem = servers[round.arm], None, ""
         try:
             result = asyncio.run(_one_round(server.base_url, round, plan, bar))
-            server.require_alive()
         except RequestError as error:
-            self.problems.append(f"{round.file_name}: {error}")
+            problem = str(error)
+        try:
+            server.require_alive()
         except ServerError as error:
             self._drop(round.arm, f"it died: {error}", servers)
-        else:
-            self.directory.write(result)
-            known.append(result)
+            return
+        if result is None:
+            self.problems.append(f"{round.file_name}: {problem}")
+            return
+        self.directory.write(result)
+        known.append(result)
 
     def _sessions(self, round: Round) -> Sequence[Session]:
         spec = self.prepared.specs[round.workload]
@@ -267,7 +275,7 @@ class Run:
         return time.monotonic() > self.deadline
 
     def _note_progress(self) -> None:
-        missing = [r.file_name for r in self._rounds() if not self.directory.is_done(r)]
+        missing = [round.file_name for round in self._missing()]
         earlier = self.directory.manifest().get("arms", {})
         arms = {}
         for name, arm in self.arms.items():

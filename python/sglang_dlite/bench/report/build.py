@@ -112,7 +112,7 @@ def _overview(summary: dict[str, Any]) -> Section:
         skipped = state.get("skipped")
         measured = "measured" if arm["name"] in summary["measured_arms"] else "not measured"
         flags = shlex.join(state.get("server_args", []))
-        what = f"skipped: {first_line(skipped)}" if skipped else measured
+        what = f"skipped: {short_reason(skipped)}" if skipped else measured
         rows.append((arm["name"], arm["algorithm"] or "(none)", what, flags))
     blocks: list[Block] = [Table(("arm", "algorithm", "here", "launch flags"), rows, left=4)]
     workloads = []
@@ -142,8 +142,10 @@ def _overview(summary: dict[str, Any]) -> Section:
     return Section("What was run", blocks)
 
 
-def first_line(text: str) -> str:
-    return text.strip().splitlines()[0]
+def short_reason(text: str) -> str:
+    """The first line, and the next one where that announces it (`its log says:`)."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def _speed(summary: dict[str, Any], palette: figures.Palette) -> Section:

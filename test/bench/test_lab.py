@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_dlite.bench.lab import (
+from sglang_dlite.bench.lab import figures, layer_outputs, walk
+from sglang_dlite.bench.lab_drafters import (
     DLiteProposer,
     LabReply,
     LayerOutputs,
     NgramLookup,
     TeacherProposer,
-    figures,
-    layer_outputs,
-    walk,
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from sglang_dlite.bench import runner
+from sglang_dlite.bench import prepare, runner
 from sglang_dlite.bench.config import BenchConfig, config_from_dict
 from sglang_dlite.bench.records import Round, RunDirectory, RunDirectoryError
 from sglang_dlite.bench.report.write import write_report
@@ -77,7 +77,7 @@ def world(
 
     monkeypatch.setattr(runner, "ServerProcess", stand_in)
     monkeypatch.setattr(runner, "wait_ready", made.wait_ready)
-    monkeypatch.setattr(runner, "tokenizer_count", lambda target: len)
+    monkeypatch.setattr(prepare, "tokenizer_count", lambda target: len)
     monkeypatch.setattr(runner, "provenance", lambda: dict(origin))
     monkeypatch.setattr(runner, "resolve_target", lambda name: str(target))
     return made

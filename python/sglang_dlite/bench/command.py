@@ -97,7 +97,7 @@ def _lab(config: BenchConfig, directory: RunDirectory, console: Console) -> None
     """Play the lab, unless the run has its figures already."""
     from sglang_dlite.bench.arms import resolve_drafter, resolve_target
     from sglang_dlite.bench.lab import run_lab
-    from sglang_dlite.bench.runner import prepare_workload
+    from sglang_dlite.bench.prepare import prepare_workload
     from sglang_dlite.files import write_atomic
 
     assert config.lab is not None

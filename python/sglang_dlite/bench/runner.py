@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -18,16 +17,15 @@ from tqdm import tqdm
 from sglang_dlite.bench import schedule
 from sglang_dlite.bench.arms import Arm, hub_is_offline, resolve_arms, resolve_target
 from sglang_dlite.bench.client import StreamingClient
-from sglang_dlite.bench.config import BenchConfig, WorkloadSpec
-from sglang_dlite.bench.context_limit import fit, tokenizer_count
+from sglang_dlite.bench.config import BenchConfig
+from sglang_dlite.bench.prepare import Prepared, prepare_workloads
 from sglang_dlite.bench.provenance import provenance
 from sglang_dlite.bench.records import Round, RoundResult, RunDirectory
 from sglang_dlite.bench.replay import Load, play_round, script_of
 from sglang_dlite.bench.step_timer import STEP_TIMES_VARIABLE
 from sglang_dlite.bench.sweep import SweepError, run_sweep_point, sweep_command
-from sglang_dlite.bench.workloads import load
 from sglang_dlite.bench.workloads.recorded import write_agentic_trace
-from sglang_dlite.bench.workloads.sessions import Session, WorkloadError
+from sglang_dlite.bench.workloads.sessions import Session
 from sglang_dlite.chat_api import RequestError
 from sglang_dlite.demo.launch import wait_ready
 from sglang_dlite.server_process import ServerError, ServerProcess
@@ -40,58 +38,6 @@ _SERVER_FACTS = (
     "speculative_num_draft_tokens",
     "disable_overlap_schedule",
 )
-
-
-@dataclass
-class Prepared:
-    """Workloads ready to be played, and what a reader must know of them."""
-
-    specs: dict[str, WorkloadSpec] = field(default_factory=dict)
-    sessions: dict[str, list[Session]] = field(default_factory=dict)
-    notes: dict[str, dict[str, object]] = field(default_factory=dict)
-
-
-def prepare_workload(spec: WorkloadSpec, target: str) -> tuple[list[Session], dict[str, object]]:
-    """The sessions of a workload that fit, and what the report says of them.
-
-    Raises:
-        WorkloadError: there is none.
-    """
-    loaded = load(spec)
-    sessions, cut = fit(loaded.sessions, spec, tokenizer_count(target))
-    if not sessions:
-        raise WorkloadError(f"workload {spec.name!r}: no session fits; the first: {cut[0]}")
-    return sessions, {
-        "sessions": len(sessions),
-        "turns": sum(len(session.turns) for session in sessions),
-        "text": loaded.note,
-        "rejected": loaded.rejected,
-        "cut": cut,
-    }
-
-
-def prepare_workloads(config: BenchConfig, target: str) -> Prepared:
-    """Every workload of a configuration; absent optional ones are noted with their reason.
-
-    Raises:
-        WorkloadError: one that is not optional cannot be played, or none can.
-    """
-    prepared = Prepared()
-    for spec in config.workloads:
-        note: dict[str, object] = {"kind": spec.kind, "history": spec.history}
-        prepared.notes[spec.name] = note
-        try:
-            sessions, facts = prepare_workload(spec, target)
-        except WorkloadError as error:
-            if not spec.optional:
-                raise
-            note["skipped"] = str(error)
-            continue
-        note |= facts
-        prepared.specs[spec.name], prepared.sessions[spec.name] = spec, sessions
-    if not prepared.sessions:
-        raise WorkloadError("no workload can be played")
-    return prepared
 
 
 class Run:

@@ -52,7 +52,7 @@ check: $(STAMP)  ## diagnose the installation
 	@$(BIN)/sglang-dlite check
 
 bench: $(STAMP)  ## measure DLITE against the target alone, write work/bench/cpu/report.html (~17 min)
-	@$(BIN)/sglang-dlite bench --config cpu --max-minutes 16 $(ARGS)
+	@$(BIN)/sglang-dlite bench --config cpu --max-minutes 15 $(ARGS)
 
 test: $(STAMP)  ## run the fast tests (ARGS="-k name" goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -46,7 +46,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_result: MakeResult) -> Ru
     (tmp_path / "steps").mkdir()
     step = {"t": 100.5, "kind": "decode", "n": 1, "context": 9, "target_s": 0.06, "draft_s": 0.0}
     for arm in ("DLITE", "target-only"):
-        (tmp_path / "steps" / f"{arm}.jsonl").write_text(json.dumps(step | {"step_s": 0.1}) + "\n")
+        (tmp_path / "steps" / f"{arm}.jsonl").write_text(
+            5 * (json.dumps(step | {"step_s": 0.1}) + "\n")
+        )
     write_report(directory)
     return directory
 

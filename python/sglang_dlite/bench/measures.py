@@ -23,8 +23,6 @@ def _median(values: Iterable[float | None]) -> stats.Interval:
 def load_figures(results: Sequence[RoundResult]) -> Figures:
     """Speed and latency of one arm at one load: rounds of one workload, concurrency and cache."""
     replies = [reply for result in results for reply in result.replies]
-    played = [result for result in results if result.replies]
-    tokens = [sum(reply.output_tokens for reply in result.replies) for result in played]
     gaps = [gap for reply in replies for gap in reply.gaps_s]
     return {
         "rounds": len(results),
@@ -35,13 +33,11 @@ def load_figures(results: Sequence[RoundResult]) -> Figures:
             for result in results
             for failure in result.failures
         ],
-        "output_tokens": sum(tokens),
-        "user_tok_per_s": _median(
-            count / sum(reply.latency_s for reply in result.replies)
-            for count, result in zip(tokens, played, strict=True)
-        ),
+        "output_tokens": sum(reply.output_tokens for reply in replies),
+        "user_tok_per_s": _median(reply.tok_per_s for reply in replies),
         "total_tok_per_s": _median(
-            count / result.seconds for count, result in zip(tokens, played, strict=True)
+            sum(reply.output_tokens for reply in result.replies) / result.seconds
+            for result in results
         ),
         "ttft_s": _median(reply.ttft_s for reply in replies),
         "tpot_s": _median(reply.tpot_s for reply in replies),
@@ -52,30 +48,22 @@ def load_figures(results: Sequence[RoundResult]) -> Figures:
 
 
 def speedup(results: Sequence[RoundResult], baseline: Sequence[RoundResult]) -> stats.Interval:
-    """Output tokens per second of a user's waiting time, over the baseline's.
+    """Median over turns of a reply's tok/s over the baseline's for the same turn and repeat.
 
-    A unit is one session in one repeat, played to the same turn on both sides.
+    Turns that only one side answered are left out. A median, since a machine that hiccups for
+    seconds would else decide the figure.
     """
 
-    def units(rounds: Sequence[RoundResult]) -> dict[tuple[int, str], list[Reply]]:
-        found: dict[tuple[int, str], list[Reply]] = defaultdict(list)
-        for result in rounds:
-            for reply in result.replies:
-                found[result.round.repeat, reply.session].append(reply)
-        return found
+    def by_turn(rounds: Sequence[RoundResult]) -> dict[tuple[int, str, int], Reply]:
+        return {
+            (result.round.repeat, reply.session, reply.turn): reply
+            for result in rounds
+            for reply in result.replies
+        }
 
-    ours, theirs = units(results), units(baseline)
-    shared = [key for key in ours if len(ours[key]) == len(theirs.get(key, ()))]
-
-    def column(source: dict[tuple[int, str], list[Reply]], attribute: str) -> list[float]:
-        return [sum(getattr(reply, attribute) for reply in source[key]) for key in shared]
-
-    return stats.speedup(
-        column(ours, "output_tokens"),
-        column(ours, "latency_s"),
-        column(theirs, "output_tokens"),
-        column(theirs, "latency_s"),
-    )
+    ours, theirs = by_turn(results), by_turn(baseline)
+    shared = [key for key in ours if key in theirs]
+    return _median(ours[key].tok_per_s / theirs[key].tok_per_s for key in shared)
 
 
 def tau(replies: Sequence[Reply]) -> stats.Interval:
@@ -167,7 +155,7 @@ def ttft_by_turn(results: Sequence[RoundResult]) -> list[dict[str, Any]]:
 
 
 def step_figures(path: Path, results: Sequence[RoundResult]) -> list[Figures]:
-    """Mean time of a decode step by batch size: target, draft, other; only steps inside rounds."""
+    """Median times of a decode step by batch size, of the steps inside rounds."""
     if not path.is_file():
         return []
     windows = [(result.started, result.started + result.seconds) for result in results]
@@ -180,20 +168,16 @@ def step_figures(path: Path, results: Sequence[RoundResult]) -> list[Figures]:
             inside = any(start <= step["t"] <= end for start, end in windows)
             if inside and step["step_s"] is not None:
                 groups[step["n"]].append(step)
-    figures = []
-    for n, steps in sorted(groups.items()):
-        target, draft, whole = (
-            sum(step[key] for step in steps) / len(steps)
-            for key in ("target_s", "draft_s", "step_s")
-        )
-        figures.append(
-            {
-                "n": n,
-                "steps": len(steps),
-                "context": sum(step["context"] for step in steps) / len(steps) / n,
-                "target_s": target,
-                "draft_s": draft,
-                "other_s": whole - target - draft,
-            }
-        )
-    return figures
+    return [
+        {
+            "n": n,
+            "steps": len(steps),
+            "context": stats.percentile([step["context"] / n for step in steps], 50),
+            "target_s": stats.percentile([step["target_s"] for step in steps], 50),
+            "draft_s": stats.percentile([step["draft_s"] for step in steps], 50),
+            "other_s": stats.percentile(
+                [step["step_s"] - step["target_s"] - step["draft_s"] for step in steps], 50
+            ),
+        }
+        for n, steps in sorted(groups.items())
+    ]

@@ -65,6 +65,11 @@ class Reply:
     output_ids: list[int] = field(default_factory=list)
 
     @property
+    def tok_per_s(self) -> float:
+        """Output tokens over the time that the user waited for them."""
+        return self.output_tokens / self.latency_s
+
+    @property
     def ttft_s(self) -> float:
         """Time to the first token."""
         return self.chunks[0][0]

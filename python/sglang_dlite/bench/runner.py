@@ -74,6 +74,7 @@ class Run:
         self.directory.update_manifest(
             provenance=origin, target=target, workloads=self.prepared.notes
         )
+        self._note_arms()
         for result in self.directory.results():
             self._known.setdefault(result.round.workload, []).append(result)
         if not self._missing() and not self._sweep_points(self._running()):
@@ -88,7 +89,8 @@ class Run:
                     for name in dict.fromkeys(round.arm for round in rounds):
                         self._play([name], repeat)
         finally:
-            self._note_progress()
+            self._note_arms()
+            self.directory.update_manifest(problems=self.problems)
 
     def _running(self) -> list[str]:
         return [arm.name for arm in self.arms.values() if not arm.skipped]
@@ -150,6 +152,7 @@ class Run:
                 self._drop(name, f"it did not start: {error}", servers)
         if self.config.baseline in arms and self.config.baseline not in servers:
             raise ServerError(self.arms[self.config.baseline].skipped or "no baseline")
+        self._note_arms()
         return servers
 
     def _drop(self, name: str, reason: str, servers: dict[str, ServerProcess]) -> None:
@@ -220,8 +223,8 @@ class Run:
     def _is_late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def _note_progress(self) -> None:
-        missing = [round.file_name for round in self._missing()]
+    def _note_arms(self) -> None:
+        """Keep what is known of the arms; also of use if we are killed."""
         earlier = self.directory.manifest().get("arms", {})
         arms = {}
         for name, arm in self.arms.items():
@@ -232,7 +235,7 @@ class Run:
                 "skipped": arm.skipped,
                 "facts": facts,
             }
-        self.directory.update_manifest(arms=arms, not_played=missing, problems=self.problems)
+        self.directory.update_manifest(arms=arms)
 
 
 def sweep_file(run: RunDirectory, arm: str, concurrency: int) -> Path:

@@ -56,22 +56,6 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
     return _interval(float(top.sum() / bottom.sum()), samples)
 
 
-def speedup(
-    tokens: Sequence[float],
-    seconds: Sequence[float],
-    base_tokens: Sequence[float],
-    base_seconds: Sequence[float],
-) -> Interval:
-    """Ratio of two speeds over paired units, by resampling the pairs; NaN without pairs."""
-    columns = [np.asarray(c, float) for c in (tokens, seconds, base_tokens, base_seconds)]
-    if not len(columns[0]):
-        return Interval(*[float("nan")] * 3)
-    picks = _resampled(len(columns[0]))
-    t, s, bt, bs = (column[picks].sum(axis=1) for column in columns)
-    t0, s0, bt0, bs0 = (float(column.sum()) for column in columns)
-    return _interval((t0 / s0) / (bt0 / bs0), (t / s) / (bt / bs))
-
-
 def position_rates(histogram: Sequence[int]) -> list[float]:
     """Unconditional acceptance per block position, from passes by number of accepted drafts.
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
-from sglang_dlite.bench import measures
+from sglang_dlite.bench import measures, schedule
 from sglang_dlite.bench.arms import Arm
 from sglang_dlite.bench.config import ArmSpec, BenchConfig, config_from_dict
 from sglang_dlite.bench.memory import memory_of
@@ -36,7 +36,7 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
         "arms": manifest.get("arms", {}),
         "measured_arms": arms,
         "workloads": manifest.get("workloads", {}),
-        "not_played": manifest.get("not_played", []),
+        "not_played": _not_played(run, config, manifest),
         "problems": manifest.get("problems", []),
         "loads": _loads(config, results),
         "acceptance": {
@@ -55,6 +55,15 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
         "published": [asdict(item) for item in config.published],
         "lab": json.loads(lab.read_text(encoding="utf-8")) if lab.is_file() else None,
     }
+
+
+def _not_played(run: RunDirectory, config: BenchConfig, manifest: dict[str, Any]) -> list[str]:
+    """The rounds that are still to be played, of arms and workloads that can be."""
+    notes, states = manifest.get("workloads", {}), manifest.get("arms", {})
+    arms = [arm.name for arm in config.arms if not states.get(arm.name, {}).get("skipped")]
+    workloads = [w.name for w in config.workloads if not notes.get(w.name, {}).get("skipped")]
+    rounds = schedule.order(config, arms, workloads)
+    return [round.file_name for round in rounds if not run.is_done(round)]
 
 
 def _loads(config: BenchConfig, results: list[RoundResult]) -> list[dict[str, Any]]:

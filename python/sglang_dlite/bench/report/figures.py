@@ -29,6 +29,8 @@ matplotlib.rcParams.update(
     }
 )
 
+MIN_STEPS = 5  # of a batch size, to be shown
+
 _BASELINE = "#98a2b3"
 _PALETTE = ("#1f6feb", "#d9480f", "#2b8a3e", "#7048e8", "#c2255c", "#0b7285", "#e67700")
 _MARKERS = "osD^vP*"
@@ -134,7 +136,10 @@ def speedup(summary: dict[str, Any], palette: Palette) -> Drawing | None:
         )  # fmt: skip
         _load_axis(axes, sorted({load["concurrency"] for load in here}))
         axes.set_title(workload)
-        axes.set_ylim(bottom=min(0.8, axes.get_ylim()[0]))
+    lowest = min(0.8, *(axes.get_ylim()[0] for axes in panels))
+    highest = max(1.2, *(axes.get_ylim()[1] for axes in panels))
+    for axes in panels:
+        axes.set_ylim(lowest, highest)
     panels[0].set_ylabel("speed-up of a user's tok/s")
     panels[0].legend()
     return drawing
@@ -143,7 +148,10 @@ def speedup(summary: dict[str, Any], palette: Palette) -> Drawing | None:
 def throughput(summary: dict[str, Any], palette: Palette) -> Drawing | None:
     """Output tokens per second of all users against those of one: the trade of every server."""
     warm = [load for load in summary["loads"] if load["cache"] == "warm"]
-    workloads = list(dict.fromkeys(load["workload"] for load in warm))
+    levels: dict[str, set[int]] = {}
+    for load in warm:
+        levels.setdefault(load["workload"], set()).add(load["concurrency"])
+    workloads = [workload for workload, found in levels.items() if len(found) > 1]
     if not workloads:
         return None
     drawing, panels = _panels(len(workloads))
@@ -163,8 +171,8 @@ def throughput(summary: dict[str, Any], palette: Palette) -> Drawing | None:
                 )  # fmt: skip
         axes.set_title(workload)
         axes.set_xlabel("tok/s per user")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, 1.12 * axes.get_xlim()[1])  # room for the labels
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     panels[0].set_ylabel("tok/s in all")
     panels[0].legend()
     return drawing
@@ -228,16 +236,14 @@ def positions(acceptance: dict[str, Any], palette: Palette) -> Drawing | None:
 def steps(summary: dict[str, Any], palette: Palette) -> Drawing | None:
     """Time of one decode step, stacked, by arm and batch size."""
     measured = {arm: figures for arm, figures in summary["steps"].items() if figures}
-    common = sorted({step["n"] for figures in measured.values() for step in figures})
-    if not common:
+    if not measured:
         return None
-    # A bar needs enough steps to mean something; full batches have most of them.
-    shown = [
-        n for n in common
-        if any(step["n"] == n and step["steps"] >= 20 for f in measured.values() for step in f)
-    ]  # fmt: skip
+    by_arm = [
+        {step["n"] for step in steps if step["steps"] >= MIN_STEPS} for steps in measured.values()
+    ]
+    shown = sorted(set.intersection(*by_arm))  # what can be compared
     if not shown:
-        shown = common
+        return None
     if len(shown) > 8:
         shown = [n for n in shown if n & (n - 1) == 0] or shown[:8]
     drawing, (axes,) = _panels(1, height=3.8)
@@ -247,9 +253,7 @@ def steps(summary: dict[str, Any], palette: Palette) -> Drawing | None:
     width = 0.8 / len(measured)
     for index, (arm, figures) in enumerate(measured.items()):
         for place, n in enumerate(shown):
-            step = next((step for step in figures if step["n"] == n), None)
-            if step is None:
-                continue
+            step = next(step for step in figures if step["n"] == n)
             x, bottom = place + (index + 0.5) * width - 0.4, 0.0
             for key, _ in parts:
                 height = 1000 * step[key]

@@ -75,10 +75,10 @@ def speed(summary: dict[str, Any], palette: figures.Palette) -> Section:
         "TPOT ms", "ITL p50 / p99 ms", "turn s",
     )  # fmt: skip
     note = (
-        "c: sessions played at once. tok/s per user: output tokens over the time that users waited "
-        "for replies, prefill included; in all: over the round's wall time. Speed-up: ratio of "
-        "the tok/s per user over sessions that both arms played. Medians over repeats or replies, "
-        "95 % bootstrap intervals in brackets. ITL is the gap between streamed chunks; with "
+        "c: sessions played at once. tok/s per user: output tokens of a reply over the time that "
+        "its user waited, prefill included; in all: over the round's wall time. Speed-up: ratio of "
+        "the tok/s per user on the same turn. Medians over replies, turns or rounds, with 95 % "
+        "bootstrap intervals in brackets. ITL is the gap between streamed chunks; with "
         "speculation a chunk holds several tokens."
     )
     return Section(
@@ -137,6 +137,7 @@ def steps(summary: dict[str, Any], palette: figures.Palette) -> Section | None:
         )
         for arm, measured in summary["steps"].items()
         for step in measured
+        if step["steps"] >= figures.MIN_STEPS
     ]
     if not rows:
         return None
@@ -146,14 +147,15 @@ def steps(summary: dict[str, Any], palette: figures.Palette) -> Section | None:
         [
             *drawing(
                 "steps",
-                "Mean time of one decode step (a verify pass, where there is speculation).",
+                "Median time of one decode step (a verify pass, where there is speculation).",
                 figures.steps(summary, palette),
             ),
             Table(headings, rows),
             Text(
                 "Taken inside the server, from one step's start to the next one's, while the batch "
-                "stayed the same. Other: scheduler, sampling, acceptance and, for algorithms other "
-                "than DLITE, the drafter."
+                f"stayed the same; batches of fewer than {figures.MIN_STEPS} steps are left out. "
+                "Medians of each part. Other: scheduler, sampling, acceptance and, for algorithms "
+                "other than DLITE, the drafter."
             ),
         ],
     )

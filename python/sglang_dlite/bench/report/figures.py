@@ -136,10 +136,10 @@ def speedup(summary: dict[str, Any], palette: Palette) -> Drawing | None:
         )  # fmt: skip
         _load_axis(axes, sorted({load["concurrency"] for load in here}))
         axes.set_title(workload)
-    lowest = min(0.8, *(axes.get_ylim()[0] for axes in panels))
-    highest = max(1.2, *(axes.get_ylim()[1] for axes in panels))
+    # One scale for all, by the figures: a wide interval is cut at the edge.
+    values = [load["speedup"][0] for load in warm if load["speedup"][0] > 0]
     for axes in panels:
-        axes.set_ylim(lowest, highest)
+        axes.set_ylim(0.85 * min(1.0, *values), max(1.2, 1.25 * max(values)))
     panels[0].set_ylabel("speed-up of a user's tok/s")
     panels[0].legend()
     return drawing

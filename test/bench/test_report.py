@@ -104,6 +104,14 @@ def test_a_run_without_rounds_claims_nothing(tmp_path: Path) -> None:
     assert "not measured" in page and "In short" not in page
 
 
+def test_a_run_without_its_baseline(tmp_path: Path, make_result: MakeResult) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.bind(load_config("cpu-smoke").as_dict())
+    directory.write(make_result())
+    page = write_report(directory).read_text()
+    assert "<h2>Acceptance</h2>" in page and ">nan<" not in page
+
+
 def test_published_figures_stand_beside_measured_ones(
     tmp_path: Path, make_result: MakeResult
 ) -> None:

@@ -137,9 +137,9 @@ def speedup(summary: dict[str, Any], palette: Palette) -> Drawing | None:
         _load_axis(axes, sorted({load["concurrency"] for load in here}))
         axes.set_title(workload)
     # One scale for all, by the figures: a wide interval is cut at the edge.
-    values = [load["speedup"][0] for load in warm if load["speedup"][0] > 0]
+    values = [1.0, *(load["speedup"][0] for load in warm if load["speedup"][0] > 0)]
     for axes in panels:
-        axes.set_ylim(0.85 * min(1.0, *values), max(1.2, 1.25 * max(values)))
+        axes.set_ylim(0.85 * min(values), max(1.2, 1.25 * max(values)))
     panels[0].set_ylabel("speed-up of a user's tok/s")
     panels[0].legend()
     return drawing

@@ -86,7 +86,7 @@ def speed(summary: dict[str, Any], palette: figures.Palette) -> Section:
         [
             *drawing(
                 "speedup",
-                "Speed-up over the baseline against concurrency; bars are 95 % intervals, cut at the edge.",
+                "Speed-up over the baseline against concurrency, with 95 % intervals.",
                 figures.speedup(summary, palette),
             ),
             *drawing(

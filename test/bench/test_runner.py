@@ -260,6 +260,9 @@ def test_the_sweep_is_bench_serving(
     trace = json.loads(Path(commands[0][commands[0].index("--dataset-path") + 1]).read_text())
     assert len(trace["conversations"]) == 3
     assert text.endswith('--extra-request-body {"x": 1}')
+    (tmp_path / "run/sweep/DLITE-c4.json").rename(tmp_path / "kept")
+    assert summarise(run.directory)["not_played"] == ["sweep/DLITE-c4.json"]
+    (tmp_path / "kept").rename(tmp_path / "run/sweep/DLITE-c4.json")
     execute(tmp_path / "run", config(sweep=sweep, request_fields={"x": 1}))
     assert len(commands) == 4  # points are not measured twice
     write_report(run.directory)

@@ -58,12 +58,16 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
 
 
 def _not_played(run: RunDirectory, config: BenchConfig, manifest: dict[str, Any]) -> list[str]:
-    """The rounds that are still to be played, of arms and workloads that can be."""
+    """Rounds and sweep points still to be played, of arms and workloads that can be."""
     notes, states = manifest.get("workloads", {}), manifest.get("arms", {})
     arms = [arm.name for arm in config.arms if not states.get(arm.name, {}).get("skipped")]
     workloads = [w.name for w in config.workloads if not notes.get(w.name, {}).get("skipped")]
     rounds = schedule.order(config, arms, workloads)
-    return [round.file_name for round in rounds if not run.is_done(round)]
+    missing = [round.file_name for round in rounds if not run.is_done(round)]
+    if config.sweep and config.sweep.workload in workloads:
+        points = [sweep_file(run, arm, c) for c in config.sweep.concurrency for arm in arms]
+        missing += [f"sweep/{file.name}" for file in points if not file.is_file()]
+    return missing
 
 
 def _loads(config: BenchConfig, results: list[RoundResult]) -> list[dict[str, Any]]:

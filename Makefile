@@ -15,7 +15,7 @@ KERNEL_SOURCES := $(wildcard sgl-kernel/setup.py sgl-kernel/csrc/* \
                     sgl-kernel/python/sglang_dlite_kernel/*.py)
 KERNEL_STAMP   := $(VENV)/.sglang-dlite-kernel-installed
 
-.PHONY: help install demo serve check test test-slow lint format clean
+.PHONY: help install demo serve check bench test test-slow lint format clean
 
 help:  ## show this text
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -66,6 +66,9 @@ serve: install  ## keep the embedded model served with DLITE (PORT=30000); Ctrl-
 
 check: install  ## diagnose the installation
 	@$(BIN)/sglang-dlite check
+
+bench: install  ## measure DLITE against the target alone, write work/bench/cpu/report.html (~17 min)
+	@$(BIN)/sglang-dlite bench --config cpu --max-minutes 15 $(ARGS)
 
 test: install  ## run the fast tests (ARGS="-k name" goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)

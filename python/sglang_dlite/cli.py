@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "train": ("sglang_dlite.training.train", "train a drafter for a target"),
     "eval": ("sglang_dlite.training.evaluate", "measure a drafter's served acceptance length"),
+    "bench": ("sglang_dlite.bench.command", "measure DLITE against its rivals, write a report"),
 }
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -70,7 +70,7 @@ def require_free(port: int) -> None:
 
 
 def launch_command(
-    model_path: Path, drafter_path: Path | None, port: int, extra_args: Sequence[str] = ()
+    model_path: Path | str, drafter_path: Path | None, port: int, extra_args: Sequence[str] = ()
 ) -> list[str]:
     """The command line of a server; without a drafter it is the same one, without speculation."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
@@ -93,13 +93,16 @@ class ServerProcess:
 
     def __init__(
         self,
-        model_path: Path,
+        model_path: Path | str,
         drafter_path: Path | None = None,
         *,
         port: int | None = None,
         log_path: Path | None = None,
         extra_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
+        """env is added to our own environment, and wins over it."""
+        self.env = dict(env or {})
         self.port = free_port() if port is None else port
         self.log_path = log_path
         self.command = launch_command(model_path, drafter_path, self.port, extra_args)
@@ -126,7 +129,7 @@ class ServerProcess:
         require_free(self.port)
         # Model and drafter are local directories: a machine without access to a hub must not
         # wait for its time-outs. Whoever needs the hub sets the variable to 0.
-        env = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+        env = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **os.environ, **self.env}
         log: IO[bytes] | None = None
         if self.log_path is not None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)

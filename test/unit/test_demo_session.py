@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sglang_dlite.demo.player import ChatClient, Played, Reply, RequestError, history, play
 from sglang_dlite.demo.session import SESSION, Turn
-from sglang_dlite.demo.stdlib_source import definition, outline
+from sglang_dlite.demo.stdlib_source import definition, definitions, outline
 
 # The only files that the drafter's training leaves out.
 HELD_OUT = {"textwrap", "bisect", "heapq", "shlex", "fnmatch", "colorsys", "string", "queue"}
@@ -118,6 +118,8 @@ def test_definitions_are_the_text_of_the_file() -> None:
     assert definition("bisect", "bisect_right").startswith("def bisect_right(a, x, lo=0")
     assert definition("queue", "Queue.put").startswith("    def put(self, item")
     assert "def quote(s):" in outline("shlex")
+    every = definitions("queue")
+    assert every["Queue.put"] == definition("queue", "Queue.put") and "Queue" in every
     with pytest.raises(LookupError, match="no_such_name"):
         definition("shlex", "no_such_name")
     with pytest.raises(FileNotFoundError, match="no_such_module"):

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 import httpx
 
+from sglang_dlite.chat_api import (
+    Message,
+    RequestError,
+    chat_request,
+    read_acceptance,
+    read_usage,
+)
 from sglang_dlite.demo.session import SYSTEM_PROMPT, Turn
 
 # A small model on a CPU: minutes for one turn are possible, for ever is not.
 REQUEST_TIMEOUT_S = 600.0
-
-Message = dict[str, str]
-
-
-class RequestError(RuntimeError):
-    """A server answered a request of the demo with an error."""
 
 
 @dataclass(frozen=True)
@@ -73,27 +74,19 @@ class ChatClient:
 
     def chat(self, messages: Sequence[Message], max_tokens: int) -> Reply:
         """One greedy completion; the whole reply is timed, prefill included."""
-        request = {
-            "model": "default",
-            "messages": list(messages),
-            "temperature": 0,
-            "max_tokens": max_tokens,
-            "return_spec_tokens_details": True,
-        }
+        request = chat_request(messages, max_tokens, temperature=0)
         started = time.perf_counter()
         body = self._post("/v1/chat/completions", request).json()
         seconds = time.perf_counter() - started
-        usage = body["usage"]
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        spec = (body.get("sglext") or {}).get("spec_tokens_details") or {}
+        usage, acceptance = read_usage(body["usage"]), read_acceptance(body)
         return Reply(
             text=body["choices"][0]["message"]["content"] or "",
-            prompt_tokens=usage["prompt_tokens"],
-            cached_tokens=cached or 0,
-            output_tokens=usage["completion_tokens"],
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
             seconds=seconds,
-            correct_drafts=spec.get("spec_num_correct_drafts", 0),
-            verify_passes=spec.get("spec_verify_ct", 0),
+            correct_drafts=acceptance.correct_drafts,
+            verify_passes=acceptance.verify_passes,
         )
 
     def _post(self, path: str, json: object) -> httpx.Response:

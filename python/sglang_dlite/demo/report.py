@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from sglang_dlite.demo.player import Played
+from sglang_dlite.files import write_atomic
 
 DLITE = "dlite"
 PLAIN = "target-only"
@@ -134,17 +133,4 @@ def table(report: Report) -> Table:
 
 def write_json(report: Report, path: Path) -> None:
     """Write the whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            json.dump(report.as_json(), file, indent=2)
-            file.write("\n")
-            file.flush()
-            # Temporary files are private; the result is as readable as any other file.
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    write_atomic(path, json.dumps(report.as_json(), indent=2) + "\n")

@@ -48,3 +48,17 @@ def outline(module: str) -> str:
     kinds = (ast.FunctionDef, ast.ClassDef)
     found = [node.lineno for node in tree.body if isinstance(node, kinds)]
     return "\n".join(f"{number}:{lines[number - 1]}" for number in found)
+
+
+def definitions(module: str) -> dict[str, str]:
+    """Source text by name: functions, classes, and methods as `Class.method`."""
+    text, tree = _parse(module)
+    lines = text.splitlines()
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    nodes = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    for owner in [node for node in nodes.values() if isinstance(node, ast.ClassDef)]:
+        methods = [node for node in owner.body if isinstance(node, kinds)]
+        nodes |= {f"{owner.name}.{node.name}": node for node in methods}
+    return {
+        name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for name, node in nodes.items()
+    }

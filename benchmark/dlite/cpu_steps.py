@@ -1,0 +1,159 @@
+"""What a step costs on a CPU: torch operators, compiled kernels, and DLITE on the kernels.
+
+Each arm is an engine in a process of its own; all stay up, an idle one sleeps. Arms take turns
+within every repeat, and medians over the repeats are shown. A step of DLITE is a verify pass of 8
+rows per request and the draft of the next block, with the embedded model and its drafter.
+
+    python benchmark/dlite/cpu_steps.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+ARMS: dict[str, tuple[dict[str, str], bool]] = {  # environment, with DLITE
+    "torch": ({"DLITE_CPU_KERNELS": "0"}, False),
+    "kernels": ({"DLITE_CPU_KERNELS": "1"}, False),
+    "dlite": ({"DLITE_CPU_KERNELS": "1"}, True),
+}
+# (requests, prompt tokens of each, steps timed)
+DECODES = ((1, 64, 40), (8, 64, 20), (1, 3000, 20))
+PREFILL = 2048
+SHORT = 4  # tokens of the run that is subtracted: request handling and the prefix look-up
+
+
+def serve_arm(name: str) -> None:
+    """The child: an engine that answers one JSON line per request line."""
+    import sglang
+    from sglang_dlite.assets import shipped_drafter_dir
+    from sglang_dlite.embedded_model import prepare_embedded_model
+
+    options: dict[str, Any] = {}
+    if ARMS[name][1]:
+        options = {
+            "speculative_algorithm": "DLITE",
+            "speculative_draft_model_path": str(shipped_drafter_dir()),
+        }
+    engine = sglang.Engine(
+        model_path=str(prepare_embedded_model()),
+        dtype="bfloat16",
+        max_total_tokens=40_000,
+        max_running_requests=16,
+        log_level="error",
+        **options,
+    )
+    print("READY", flush=True)
+    for line in sys.stdin:
+        kind, *arguments = json.loads(line)
+        measure = {"decode": decode_step, "prefill": prefill}[kind]
+        print("DONE", json.dumps(measure(engine, *arguments)), flush=True)
+    engine.shutdown()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 7919 + position * 31) % 40_000 + 100 for position in range(length)]
+
+
+def decode_step(engine: Any, requests: int, length: int, steps: int) -> float:
+    """Milliseconds of a step with `requests` running behind cached prompts of `length`."""
+    prompts = [prompt(seed, length) for seed in range(requests)]
+
+    def run(tokens: int) -> tuple[float, int]:
+        params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        start = time.perf_counter()
+        answers = engine.generate(input_ids=prompts, sampling_params=params)
+        spent = time.perf_counter() - start
+        metas = [answer["meta_info"] for answer in answers]
+        passes = max(meta.get("spec_verify_ct") or meta["completion_tokens"] - 1 for meta in metas)
+        return spent, passes
+
+    run(1)  # the prompts enter the prefix cache
+    short, long = run(SHORT), run(SHORT + steps)
+    return 1000 * (long[0] - short[0]) / (long[1] - short[1])
+
+
+def prefill(engine: Any, length: int, seed: int) -> float:
+    """Milliseconds to the first token of a prompt that is not cached."""
+    engine.flush_cache()
+    start = time.perf_counter()
+    engine.generate(
+        input_ids=[prompt(1000 + seed, length)],
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+    )
+    return 1000 * (time.perf_counter() - start)
+
+
+class Arm:
+    """The parent's end of one child."""
+
+    def __init__(self, name: str) -> None:
+        command = [sys.executable, "-W", "ignore", __file__, "--arm", name]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **ARMS[name][0]},
+        )
+        self._read("READY")
+
+    def ask(self, *request: Any) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return float(self._read("DONE"))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+    def _read(self, word: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line[len(word) :]
+        raise RuntimeError(f"the engine ended: {self.process.args}")
+
+
+def main() -> None:
+    """Play every arm in turn, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.arm:
+        serve_arm(args.arm)
+        return
+    arms = {name: Arm(name) for name in ARMS}
+    rows = [f"step, {n} x {length} tokens" for n, length, _ in DECODES] + [f"prefill of {PREFILL}"]
+    times: dict[str, dict[str, list[float]]] = {row: {name: [] for name in ARMS} for row in rows}
+    for repeat in range(args.repeats):
+        order = list(arms.items()) if repeat % 2 == 0 else list(arms.items())[::-1]
+        for row, decode in zip(rows, (*DECODES, None), strict=True):
+            for name, arm in order:
+                request = ("prefill", PREFILL, repeat) if decode is None else ("decode", *decode)
+                times[row][name].append(arm.ask(*request))
+        print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
+    for arm in arms.values():
+        arm.close()
+    print("| ms | torch | kernels | DLITE | torch / kernels | DLITE / kernels |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        torch_ms, kernel_ms, dlite_ms = (statistics.median(times[row][name]) for name in ARMS)
+        print(
+            f"| {row} | {torch_ms:.1f} | {kernel_ms:.1f} | {dlite_ms:.1f} | "
+            f"{torch_ms / kernel_ms:.2f} | {dlite_ms / kernel_ms:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.sglang-dlite-installed
 
 .DEFAULT_GOAL := help
-KERNEL_SOURCES := $(wildcard sgl-kernel/setup.py sgl-kernel/csrc/* \
+KERNEL_SOURCES := $(wildcard sgl-kernel/setup.py sgl-kernel/pyproject.toml sgl-kernel/csrc/* \
                     sgl-kernel/python/sglang_dlite_kernel/*.py)
 KERNEL_STAMP   := $(VENV)/.sglang-dlite-kernel-installed
 
@@ -48,7 +48,9 @@ $(STAMP): python/pyproject.toml
 
 # The compiled CPU kernels are an option: without a compiler, or where the build fails, serving goes
 # on with torch operators. --no-build-isolation builds them against the torch that will load them.
-$(KERNEL_STAMP): $(KERNEL_SOURCES) | $(STAMP)
+# Another installation may have brought another torch, so it is followed by another build, from nothing.
+$(KERNEL_STAMP): $(KERNEL_SOURCES) $(STAMP)
+	@rm -rf sgl-kernel/build
 	@if ! command -v $${CXX:-c++} >/dev/null; then \
 	  echo "note: no C++ compiler; the CPU kernels are not built (a GPU does not need them)"; \
 	elif echo "== building the CPU kernels" && $(BIN)/python -m pip install --quiet \
@@ -86,4 +88,4 @@ format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and what the demo left
-	rm -rf $(VENV) work .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) sgl-kernel/build work .mypy_cache .pytest_cache .ruff_cache

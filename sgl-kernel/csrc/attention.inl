@@ -68,12 +68,12 @@ struct Attention {
       }
       starts[i + 1] = starts[i] + units;
     }
-    const int64_t units = starts[a.requests];
-    const int64_t part = Softmax::floats(rows_limit(), value_width);
-    // Splits are handed out one by one only where blocks alone would not keep the team busy.
-    const bool split_work = units < kUnitsPerThread * num_threads();
-    if (!split_work) return run_blocks();
-    float* parts = static_cast<float*>(thread_scratch(3, units * a.num_kv_heads * part * sizeof(float)));
+    // Splits are handed out one by one as long as their partial sums stay small: always when
+    // decoding, not in a long prompt, whose blocks alone keep the team busy.
+    const int64_t units = starts[a.requests], part = Softmax::floats(largest_rows(), value_width);
+    const int64_t bytes = units * a.num_kv_heads * part * sizeof(float);
+    if (bytes > kMaxPartialBytes) return run_blocks(part);
+    float* parts = static_cast<float*>(thread_scratch(3, bytes));
     const int64_t heads = a.num_kv_heads;
     parallel_for(units, [&](int64_t unit) {
       Place place = find(starts, unit);
@@ -97,14 +97,20 @@ struct Attention {
   }
 
  private:
-  static constexpr int64_t kUnitsPerThread = 64;
+  static constexpr int64_t kMaxPartialBytes = 16 << 20;
 
   struct Place {
     Block block;
     int64_t split;
   };
 
-  int64_t rows_limit() const { return round_up(queries_per_block * shape.group, 16); }
+  // Padded rows of the largest block of the batch.
+  int64_t largest_rows() const {
+    int64_t queries = 1;
+    for (int64_t i = 0; i < a.requests; ++i)
+      queries = std::max(queries, a.query_starts[i + 1] - a.query_starts[i]);
+    return round_up(std::min(queries, queries_per_block) * shape.group, 16);
+  }
 
   Place find(const int64_t* starts, int64_t unit) const {
     int64_t request = 0;
@@ -119,12 +125,11 @@ struct Attention {
   }
 
   // A prompt: one thread does all splits of a block, in the same order.
-  void run_blocks() const {
+  void run_blocks(int64_t part) const {
     int64_t* starts = static_cast<int64_t*>(thread_scratch(2, (a.requests + 1) * sizeof(int64_t)));
     starts[0] = 0;
     for (int64_t i = 0; i < a.requests; ++i)
       starts[i + 1] = starts[i] + blocks(i) * a.num_kv_heads;
-    const int64_t part = Softmax::floats(rows_limit(), value_width);
     parallel_for(starts[a.requests], [&](int64_t unit) {
       int64_t request = 0;
       while (starts[request + 1] <= unit) ++request;

@@ -36,7 +36,7 @@ struct MatrixBlocks {
     m.values = at += k;
     m.scores = reinterpret_cast<float*>(at += v);
     m.weights = reinterpret_cast<bf16*>(at += s);
-    __builtin_memset(m.weights, 0, s * sizeof(float));  // rows past the block stay zero
+    __builtin_memset(m.weights, 0, s * sizeof(float));  // never NaN in rows past the block
     return m;
   }
 

@@ -156,7 +156,7 @@ struct VectorBlocks {
   // Adds positions [begin, end) to s; begin is a multiple of kKeyBlock, or the first key at all.
   void add_keys(const Block& block, int64_t begin, int64_t end, const Softmax& s) const {
     const int64_t count = shape.rows(block), head_dim = a.head_dim;
-    const int64_t floats = count * head_dim + kKeyBlock * (head_dim + value_width + count) + count;
+    const int64_t floats = round_up(count * head_dim, 16) + kKeyBlock * (head_dim + value_width + count) + count;
     float* queries = static_cast<float*>(thread_scratch(0, floats * sizeof(float)));
     float* keys_t = queries + round_up(count * head_dim, 16);
     float* values = keys_t + kKeyBlock * head_dim;

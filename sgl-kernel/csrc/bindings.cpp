@@ -137,8 +137,13 @@ void rotary_(const Tensor& positions, Tensor query, Tensor key, int64_t head_dim
   TORCH_CHECK(cos_sin.is_contiguous(), "cos_sin must be contiguous");
   check_same(key, query, "key");
   check_same(cos_sin, query, "cos_sin");
+  const int64_t* position = positions.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows; ++i) {
+    TORCH_CHECK(0 <= position[i] && position[i] < cos_sin.size(0), "positions[", i, "] = ",
+                position[i], ", cos_sin holds ", cos_sin.size(0));
+  }
   const PartTimer timer(kOther);
-  kernels().rotary({positions.const_data_ptr<int64_t>(), cos_sin.const_data_ptr(),
+  kernels().rotary({position, cos_sin.const_data_ptr(),
                     query.data_ptr(), query.stride(0), query.size(1) / head_dim, key.data_ptr(),
                     key.stride(0), key.size(1) / head_dim, rows, head_dim, rotary_dim, neox,
                     dtype_of(query, "query")});

@@ -18,6 +18,7 @@ Tensor mlp(const Tensor& x, const Tensor& gate_up, const std::optional<Tensor>& 
 
 // RMS norm of every head of `heads` [rows, count * size] in place; rows may be strided.
 void norm_heads(const Tensor& heads, const Tensor& weight, double eps) {
+  const PartTimer timer(kOther);
   const int64_t size = weight.numel(), count = heads.size(1) / size;
   bf16* data = const_cast<bf16*>(bf16_data(heads, "heads"));
   RmsNormArgs args{};

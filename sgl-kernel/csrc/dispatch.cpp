@@ -54,9 +54,13 @@ const KernelTable* find(const std::string& wanted) {
                            runnable_levels() + "; unset it to use the best one");
 }
 
-std::atomic<const KernelTable*>& current() {
+const KernelTable* configured() {
   const char* wanted = std::getenv("DLITE_CPU_ISA");
-  static std::atomic<const KernelTable*> table{find(wanted == nullptr ? "" : wanted)};
+  return find(wanted == nullptr ? "" : wanted);
+}
+
+std::atomic<const KernelTable*>& current() {
+  static std::atomic<const KernelTable*> table{configured()};
   return table;
 }
 

@@ -1,6 +1,8 @@
 // The kernels compiled for amx.
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "kernels.h"
 #include "thread_pool.h"
 #include "weight_order.h"

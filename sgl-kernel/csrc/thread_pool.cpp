@@ -61,6 +61,8 @@ struct Loop {
 
 constexpr int64_t kPrefetchBytes = 1 << 20;  // half of a second-level cache, per helper
 
+thread_local bool inside_loop = false;
+
 class Team {
  public:
   explicit Team(int threads) {
@@ -75,7 +77,7 @@ class Team {
     loop.body = body;
     loop.context = context;
     loop.chunks = chunks;
-    const bool alone = size_ == 1 || chunks <= 1 || !busy_.try_lock();
+    const bool alone = size_ == 1 || chunks <= 1 || inside_loop || !busy_.try_lock();
     if (!alone) {
       current_.store(&loop);
       generation_.fetch_add(1);
@@ -85,13 +87,9 @@ class Team {
     }
     // The caller takes chunks from the front, helpers from the back: each of the two sees
     // neighbouring memory, and a helper can know which memory it will want next.
+    const End end{alone ? nullptr : this};
+    const Inside inside;
     for (int64_t chunk = 0; loop.claimed.fetch_add(1) < chunks; ++chunk) body(context, chunk);
-    if (alone) return;
-    current_.store(nullptr);
-    for (int spins = 0; users_.load() != 0; ++spins) {
-      if (spins < 4096) _mm_pause(); else sched_yield();
-    }
-    busy_.unlock();
   }
 
   void expect(const void* data, int64_t bytes) {
@@ -100,7 +98,29 @@ class Team {
   }
 
  private:
+  // Marks the thread as being in a loop: a loop inside another runs on one thread.
+  struct Inside {
+    const bool before = inside_loop;
+    Inside() { inside_loop = true; }
+    ~Inside() { inside_loop = before; }
+  };
+
+  // Ends a shared loop, also when a body throws: no helper may see it after the caller has left.
+  struct End {
+    Team* team;
+    ~End() {
+      if (team == nullptr) return;
+      team->current_.store(nullptr);
+      for (int spins = 0; team->users_.load() != 0; ++spins) {
+        if (spins < 4096) _mm_pause();
+        else sched_yield();
+      }
+      team->busy_.unlock();
+    }
+  };
+
   static void work(Loop& loop) {
+    const Inside inside;
     while (loop.claimed.fetch_add(1) < loop.chunks) {
       loop.body(loop.context, loop.chunks - 1 - loop.back.fetch_add(1));
     }

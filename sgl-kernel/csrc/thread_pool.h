@@ -2,8 +2,10 @@
 //
 // OpenMP's static schedule waits for every thread of the team at the end of every loop, so one
 // descheduled thread (a tokenizer took its core) stalls the whole step. Here the caller works too,
-// chunks are taken from a counter, and only chunks already begun are waited for: a missing helper
-// costs its share of the work, not a time slice.
+// chunks are taken from a counter, and only helpers that have joined the loop are waited for: a
+// missing helper costs its share of the work, not a time slice.
+//
+// A body must not throw on a helper (that ends the process); threads do not survive a fork.
 #pragma once
 
 #include <cstdint>

@@ -127,3 +127,15 @@ def test_the_dispatcher_finds_them(counting: Counting, monkeypatch: pytest.Monke
     method = act._resolve_forward_method()
     method(torch.randn(2, 8))
     assert counting.calls == ["silu_and_mul"]
+
+
+def test_half_precision_is_left_to_torch(counting: Counting) -> None:
+    """A target in fp16 serves on torch operators."""
+    norm, rope = RMSNorm(32).half(), RotaryEmbedding(16, 16, 64, 10000, True, torch.float16)
+    x = torch.randn(2, 32).half()
+    assert torch.equal(forward(norm, x.clone()), norm.forward_native(x.clone()))
+    assert torch.equal(forward(SiluAndMul(), x), SiluAndMul().forward_native(x))
+    positions, key = torch.tensor([1, 2]), torch.randn(2, 16).half()
+    expected = rope.forward_native(positions, x.clone(), key.clone())
+    assert torch.equal(forward(rope, positions, x, key)[0], expected[0])
+    assert counting.calls == []

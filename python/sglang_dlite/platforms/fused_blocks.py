@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.attention.graph_utils import padded_extend_real_tokens
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 from sglang.srt.model_executor.forward_context import get_attn_backend
@@ -91,7 +92,10 @@ def _mlp_forward(module: Any, kernels: ModuleType, max_rows: int | None) -> Forw
     )
 
     def forward(x: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
-        if x.dtype != torch.bfloat16 or (max_rows is not None and x.shape[0] > max_rows):
+        # A LoRA manager, which comes after loading, puts its wrappers in the layers' places.
+        replaced = module.gate_up_proj is not gate_up or module.down_proj is not down
+        too_many = max_rows is not None and x.shape[0] > max_rows
+        if replaced or too_many or x.dtype != torch.bfloat16:
             return original(x, forward_batch)
         return run(x, *weights)
 
@@ -101,10 +105,11 @@ def _mlp_forward(module: Any, kernels: ModuleType, max_rows: int | None) -> Forw
 def _attention_forward(module: Any, kernels: ModuleType, max_rows: int | None) -> Forward:
     original, run = module.forward, kernels.attention_block
     layer, rotary = module.attn, module.rotary_emb
+    qkv, o = module.qkv_proj, module.o_proj
     query_norm, key_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
     projection = (
-        packed_weight(module.qkv_proj),
-        module.qkv_proj.bias,
+        packed_weight(qkv),
+        qkv.bias,
         layer.tp_q_head_num,
         None if query_norm is None else query_norm.weight,
         None if key_norm is None else key_norm.weight,
@@ -114,9 +119,9 @@ def _attention_forward(module: Any, kernels: ModuleType, max_rows: int | None) -
     output = (
         layer.scaling,
         window if window is not None and window > -1 else -1,
-        packed_weight(module.o_proj),
-        module.o_proj.bias,
-        module.o_proj.weight.shape[0],
+        packed_weight(o),
+        o.bias,
+        o.weight.shape[0],
     )
 
     def forward(
@@ -127,6 +132,9 @@ def _attention_forward(module: Any, kernels: ModuleType, max_rows: int | None) -
             not isinstance(backend, KernelAttentionBackend)
             or not backend.serves(layer, hidden_states.dtype)
             or forward_batch.forward_mode.is_idle()
+            or module.qkv_proj is not qkv
+            or module.o_proj is not o
+            or padded_extend_real_tokens(hidden_states, forward_batch) is not None
             or positions.dim() != 1
             or (max_rows is not None and hidden_states.shape[0] > max_rows)
         ):

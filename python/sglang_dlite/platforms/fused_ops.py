@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sglang_dlite.platforms.kernels import KERNEL_DTYPES
+
 
 def register_fused_ops(kernels: ModuleType, platform_key: str) -> None:
     """Make upstream's modules call the kernels on the platform named by `platform_key`.
@@ -35,7 +37,9 @@ def register_fused_ops(kernels: ModuleType, platform_key: str) -> None:
         plain = (
             post_residual_addition is None
             and self.has_weight
+            and x.dtype in KERNEL_DTYPES
             and self.weight.dtype == x.dtype
+            and (residual is None or residual.dtype == x.dtype)
             and self.variance_size_override is None
             and self.override_orig_dtype is None
             and not self.cast_x_before_out_mul
@@ -60,6 +64,8 @@ def register_fused_ops(kernels: ModuleType, platform_key: str) -> None:
             offsets is None
             and fused_set_kv_buffer_arg is None
             and positions.dim() == 1
+            and query.dtype in KERNEL_DTYPES
+            and key.dtype == query.dtype
             and query.dim() == 2
             and key.dim() == 2
             and query.stride(1) == 1
@@ -79,7 +85,7 @@ def register_fused_ops(kernels: ModuleType, platform_key: str) -> None:
         return query, key
 
     def silu_and_mul(self: SiluAndMul, x: torch.Tensor) -> torch.Tensor:
-        return kernels.silu_and_mul(x)
+        return kernels.silu_and_mul(x) if x.dtype in KERNEL_DTYPES else self.forward_native(x)
 
     for op_class, function in (
         (RMSNorm, rms_norm),

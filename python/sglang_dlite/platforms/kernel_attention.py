@@ -10,6 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_dlite.platforms.attention import CpuAttentionBackend
+from sglang_dlite.platforms.kernels import KERNEL_DTYPES
 
 
 class KernelAttentionBackend(CpuAttentionBackend):
@@ -73,6 +74,7 @@ class KernelAttentionBackend(CpuAttentionBackend):
             layer.attn_type == AttentionType.DECODER
             and not layer.is_cross_attention
             and not self.use_sliding_window_kv_pool
+            and dtype in KERNEL_DTYPES
             and self.token_to_kv_pool.dtype == dtype
         )
 

@@ -7,9 +7,14 @@ import os
 from functools import cache
 from types import ModuleType
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 SWITCH = "DLITE_CPU_KERNELS"
+
+# What the norms, the rotary embedding, SiLU and attention compute on; others stay with torch.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_dlite.platforms.kernels import compiled_kernels
+from sglang_dlite.platforms.kernels import KERNEL_DTYPES, compiled_kernels
 
 
 class CpuKVPool(MHATokenToKVPool):
@@ -17,19 +17,12 @@ class CpuKVPool(MHATokenToKVPool):
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None
 
-    def _create_buffers_normal(self) -> None:
-        super()._create_buffers_normal()
-        kernels = compiled_kernels()
-        if kernels is not None:  # the buffers are zero pages of the system until they are written
-            for buffer in (*self.k_buffer, *self.v_buffer):
-                kernels.advise_huge_pages(buffer)
-
     def _store_kv_layer(
         self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
         """Rows cache_k [n, Hkv, d] and cache_v [n, Hkv, dv] into slots loc [n] int64 of a layer."""
         kernels = compiled_kernels()
-        if kernels is None:
+        if kernels is None or cache_k.dtype not in KERNEL_DTYPES:
             super()._store_kv_layer(layer_idx, loc, cache_k, cache_v)
         else:
             kernels.store_kv(

@@ -24,9 +24,9 @@ from sglang_dlite.platforms.kernels import compiled_kernels
 _PACKED = "_dlite_packed_linear"
 _PACKED_WEIGHT = "_dlite_packed_weight"
 
-# Without a matrix unit our kernel is made for few rows; oneDNN is faster on a prompt, whose rows
-# pay for its re-ordering of the weight.
-MAX_ROWS_WITHOUT_MATRIX_UNIT = 64
+# Without a matrix unit our kernel is made for the rows of a decode or verify pass (16 requests of 8
+# rows); oneDNN is faster on a prompt, whose rows pay for its re-ordering of the weight.
+MAX_ROWS_WITHOUT_MATRIX_UNIT = 128
 
 # x [..., in], bias [out] or None -> [..., out], on the packed copy of one weight.
 PackedLinear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -38,18 +38,16 @@ def _pack(layers: Sequence[torch.nn.Module]) -> None:
     weights = [layer.weight.data for layer in layers]
     if kernels is None:
         for layer, weight in zip(layers, weights, strict=True):
-            setattr(layer, _PACKED, _onednn_linear(weight))
+            setattr(layer, _PACKED, _onednn_linear(layer, weight))
         return
     old = [packed_weight(layer) for layer in layers]
     if all(packed is not None for packed in old):  # after a weight update: in place
         for weight, packed in zip(weights, old, strict=True):
             kernels.repack_linear_weight(weight, packed)
         return
-    for layer, weight, packed in zip(
-        layers, weights, kernels.pack_linear_weights(weights), strict=True
-    ):
+    for layer, packed in zip(layers, kernels.pack_linear_weights(weights), strict=True):
         setattr(layer, _PACKED_WEIGHT, packed)
-        setattr(layer, _PACKED, _kernel_linear(kernels, weight, packed))
+        setattr(layer, _PACKED, _kernel_linear(kernels, layer, packed))
 
 
 def packed_weight(layer: torch.nn.Module) -> torch.Tensor | None:
@@ -57,25 +55,25 @@ def packed_weight(layer: torch.nn.Module) -> torch.Tensor | None:
     return layer.__dict__.get(_PACKED_WEIGHT)
 
 
-def _onednn_linear(weight: torch.Tensor) -> PackedLinear:
+def _onednn_linear(layer: Any, weight: torch.Tensor) -> PackedLinear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def linear(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[:-1].numel() == 0:
-            return F.linear(x, weight, bias)
+            return F.linear(x, layer.weight, bias)
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     return linear
 
 
-def _kernel_linear(kernels: Any, weight: torch.Tensor, packed: torch.Tensor) -> PackedLinear:
-    run, out_features = kernels.linear, weight.shape[0]
+def _kernel_linear(kernels: Any, layer: Any, packed: torch.Tensor) -> PackedLinear:
+    run, out_features = kernels.linear, layer.weight.shape[0]
     if kernels.has_matrix_unit():
         return lambda x, bias: run(x, packed, out_features, bias)
 
     def linear(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[:-1].numel() > MAX_ROWS_WITHOUT_MATRIX_UNIT:
-            return F.linear(x, weight, bias)
+            return F.linear(x, layer.weight, bias)
         return run(x, packed, out_features, bias)
 
     return linear

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Cores this process may run on (affinity respected)."""
-    return len(os.sched_getaffinity(0))
+    """Cores this process may run on: its affinity, and a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
 
 
 def set_thread_environment() -> None:
-    """Set OMP_* defaults for the processes that SGLang spawns; explicit values win.
+    """Set defaults for the threads of the processes that SGLang spawns; explicit values win.
 
     Idle OpenMP threads that spin take whole cores from the tokenizer and the detokenizer, and
     every parallel region then waits for a descheduled thread. So threads wait passively, and one
@@ -19,4 +25,5 @@ def set_thread_environment() -> None:
     spawned process is after this parent has set them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
+    os.environ.setdefault("DLITE_CPU_THREADS", str(usable_cores()))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -104,11 +104,6 @@ def repack_linear_weight(weight: torch.Tensor, packed: torch.Tensor) -> None:
     _ops.pack_linear(weight, packed)
 
 
-def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask the system for huge pages behind memory that nothing was written to yet."""
-    _ops.advise_huge_pages(memory)
-
-
 DraftStep = torch.classes.sglang_dlite_kernel.DraftStep
 """The draft step of a DLite drafter, in bf16 with fp32 sums, as one call.
 

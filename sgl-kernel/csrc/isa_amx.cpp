@@ -1,40 +1,11 @@
 // The kernels compiled for amx.
-#include <immintrin.h>
-
-#include <algorithm>
-
-#include "kernels.h"
-#include "thread_pool.h"
-#include "weight_order.h"
+#include "level.h"
 
 // After the headers: their inline functions must stay those of the baseline.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma")
 
-#define DLITE_WIDTH 16
-
-namespace dlite {
-namespace {
-
-#define DLITE_DOT
-#define DLITE_MATRIX_UNIT
-constexpr int W = DLITE_WIDTH;  // floats in a vector
-
-#include "vec.inl"
-#include "elementwise.inl"
-#include "linear_common.inl"
-#include "linear_amx.inl"
-#include "attention_shared.inl"
-#include "attention_vector.inl"
-#include "attention_amx.inl"
-#include "attention.inl"
-#include "draft.inl"
-
-}  // namespace
-
-const KernelTable* amx_kernels() {
-  static const KernelTable table{"amx", true, linear, rms_norm, rotary, silu_and_mul, attention,
-                                 draft_attention, gated_update, argmax};
-  return &table;
-}
-
-}  // namespace dlite
+#define DLITE_LEVEL amx
+#define DLITE_WIDTH 16  // floats in a vector
+#define DLITE_DOT  // VDPBF16PS
+#define DLITE_MATRIX_UNIT  // AMX tiles
+#include "level.inl"

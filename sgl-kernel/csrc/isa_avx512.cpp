@@ -1,37 +1,9 @@
 // The kernels compiled for avx512.
-#include <immintrin.h>
-
-#include <algorithm>
-
-#include "kernels.h"
-#include "thread_pool.h"
-#include "weight_order.h"
+#include "level.h"
 
 // After the headers: their inline functions must stay those of the baseline.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 
-#define DLITE_WIDTH 16
-
-namespace dlite {
-namespace {
-
-constexpr int W = DLITE_WIDTH;  // floats in a vector
-
-#include "vec.inl"
-#include "elementwise.inl"
-#include "linear_common.inl"
-#include "linear.inl"
-#include "attention_shared.inl"
-#include "attention_vector.inl"
-#include "attention.inl"
-#include "draft.inl"
-
-}  // namespace
-
-const KernelTable* avx512_kernels() {
-  static const KernelTable table{"avx512", false, linear, rms_norm, rotary, silu_and_mul, attention,
-                                 draft_attention, gated_update, argmax};
-  return &table;
-}
-
-}  // namespace dlite
+#define DLITE_LEVEL avx512
+#define DLITE_WIDTH 16  // floats in a vector
+#include "level.inl"

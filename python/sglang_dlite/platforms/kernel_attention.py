@@ -40,7 +40,7 @@ class KernelAttentionBackend(CpuAttentionBackend):
             starts,  # [n + 1]
         )
 
-    def forward_extend(
+    def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor | None,
@@ -48,45 +48,11 @@ class KernelAttentionBackend(CpuAttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """q [rows, Hq * d], k [rows, Hkv, d], v [rows, Hkv, dv] -> [rows, Hq * dv]."""
-        if not self.serves(layer, q.dtype):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
-        """As `forward_extend`, with one row per request."""
-        if not self.serves(layer, q.dtype):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
-
-    def serves(self, layer: Any, dtype: torch.dtype) -> bool:
-        """Whether the kernel does the attention of this RadixAttention."""
-        return (
-            layer.attn_type == AttentionType.DECODER
-            and not layer.is_cross_attention
-            and not self.use_sliding_window_kv_pool
-            and dtype in KERNEL_DTYPES
-            and self.token_to_kv_pool.dtype == dtype
-        )
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-    ) -> torch.Tensor:
+        """q [rows, Hq * d], k [rows, Hkv, d], v [rows, Hkv, dv] -> [rows, Hq * dv], in any mode."""
+        if kwargs or forward_batch.forward_mode.is_idle() or not self.serves(layer, q.dtype):
+            return super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
@@ -100,3 +66,13 @@ class KernelAttentionBackend(CpuAttentionBackend):
             window if window is not None and window > -1 else -1,
         )
         return out.view(out.shape[0], -1)
+
+    def serves(self, layer: Any, dtype: torch.dtype) -> bool:
+        """Whether the kernel does the attention of this RadixAttention."""
+        return (
+            layer.attn_type == AttentionType.DECODER
+            and not layer.is_cross_attention
+            and not self.use_sliding_window_kv_pool
+            and dtype in KERNEL_DTYPES
+            and self.token_to_kv_pool.dtype == dtype
+        )

@@ -69,7 +69,7 @@ serve: install  ## keep the embedded model served with DLITE (PORT=30000); Ctrl-
 check: install  ## diagnose the installation
 	@$(BIN)/sglang-dlite check
 
-bench: install  ## measure DLITE against the target alone, write work/bench/cpu/report.html (~17 min)
+bench: install  ## measure DLITE against the target alone, write work/bench/cpu/report.html (~9 min)
 	@$(BIN)/sglang-dlite bench --config cpu --max-minutes 15 $(ARGS)
 
 test: install  ## run the fast tests (ARGS="-k name" goes to pytest)

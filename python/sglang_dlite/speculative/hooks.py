@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_dlite import ALGORITHM
-from sglang_dlite.platforms import has_accelerator
+from sglang_dlite.platforms import has_accelerator, sampling
 from sglang_dlite.platforms import hooks as cpu
 from sglang_dlite.speculative import cuda_graph, request_validation
 
@@ -96,6 +96,24 @@ HOOKS: tuple[Hook, ...] = (
         ),
         True,
         "H6: the writer of reserved slots is a Triton kernel",
+    ),
+    Hook(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        "AROUND",
+        sampling.sample_rows,
+        (
+            "probs",
+            "top_ks",
+            "top_ps",
+            "min_ps",
+            "need_min_p_sampling",
+            "sampling_seed",
+            "positions",
+            "return_filtered_probs",
+            "max_top_k",
+        ),
+        True,
+        "one sampled request makes the vocabulary be sorted for every row of its batch",
     ),
     *(
         Hook(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser, concurrency: int) -> N
         help=f"size of the engine's KV cache (default: the engine's; {_CPU_TOTAL_TOKENS} on a CPU)",
     )
     add("--context-length", type=int, help="longest prompt and reply (default: the target's)")
+
+
+def _leave(*_: object) -> None:
+    sys.exit(143)
+
+
+async def _take_sigterm(running: Any) -> None:
+    running.tokenizer_manager.auto_create_handle_loop()  # takes the signal; it does so once
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, _leave)
 
 
 @contextmanager
@@ -49,9 +60,12 @@ def engine(args: argparse.Namespace, drafter: str | None = None) -> Iterator[Any
     if args.context_length is not None:
         settings["context_length"] = args.context_length
     # A polite kill must still end the engine's processes: they hold the memory.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = signal.signal(signal.SIGTERM, _leave)
     running = sglang.Engine(**settings)
     try:
+        # Upstream's loop answers SIGTERM by waiting until no request is left, which a client that
+        # always has another one never lets happen. Every reply is kept as it comes: leave at once.
+        running.loop.run_until_complete(_take_sigterm(running))
         yield running
     finally:
         running.shutdown()

@@ -90,6 +90,10 @@ class OnlineStates:
         self.target, self.replies = target, replies
 
     def batch(self, picks: Sequence[Pick], spec: AnchorSpec) -> AnchorBatch:
+        return concatenate(self.batches(picks, spec))
+
+    def batches(self, picks: Sequence[Pick], spec: AnchorSpec) -> list[AnchorBatch]:
+        """The anchors of each pick for themselves, from one forward pass over all the replies."""
         parts = [ReplyStates(self.replies[pick.reply], pick.places, spec) for pick in picks]
         last = self.target.shape.num_hidden_layers - 1
         requests = [
@@ -122,7 +126,7 @@ class OnlineStates:
                 part.assemble(found[0][rows], labels[laws], tuple(x[laws] for x in law), features)
             )
             at, law_at, seen_at = rows.stop, laws.stop, seen.stop
-        return concatenate(batches)
+        return batches
 
 
 def _rows(per_sequence: Sequence[np.ndarray], layer_ids: tuple[int, ...]) -> Rows:

@@ -37,6 +37,7 @@ class FakeEngine:
 
     async def async_generate(self, input_ids: list[int], sampling_params: dict) -> dict:
         self.asked.append((input_ids, sampling_params))
+        number = len(self.asked)
         self.together += 1
         self.most = max(self.most, self.together)
         for _ in range(len(input_ids) % 5 + 1):  # answers come in another order
@@ -46,7 +47,7 @@ class FakeEngine:
             raise Killed
         ids = [65 + (sum(input_ids) + i) % 26 for i in range(20)]
         if sampling_params["temperature"]:
-            ids[0] = 65 + len(self.asked) % 26
+            ids[0] = 65 + number % 26
         return {"output_ids": ids, "meta_info": {"finish_reason": {"type": "stop", "matched": 0}}}
 
 

@@ -82,7 +82,6 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--enable-return-hidden-states",), "True"),
         (("--return-hidden-states-mode", "last"), "'last'"),
         (("--speculative-adaptive",), "True"),
-        (("--speculative-use-rejection-sampling",), "True"),
         (("--speculative-token-map", "map.pt"), "'map.pt'"),
         (("--enable-torch-compile",), "True"),
         (("--enable-strict-thinking", "--reasoning-parser", "qwen3"), "True"),
@@ -99,6 +98,10 @@ def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str)
     message = str(error.value)
     assert options[0] in message and f" = {value} is not supported" in message
     assert "DLITE" in message and "What to do: " in message
+
+
+def test_rejection_sampling_is_served(resolve: Resolve) -> None:
+    assert resolve("--speculative-use-rejection-sampling").speculative_use_rejection_sampling
 
 
 def test_prefill_graphs_are_off(resolve: Resolve) -> None:

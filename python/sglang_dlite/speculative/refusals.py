@@ -170,12 +170,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the width is fixed in this version",
         "drop the option and choose --speculative-num-draft-tokens",
     ),
-    Refusal(
-        "--speculative-use-rejection-sampling",
-        _given("speculative_use_rejection_sampling"),
-        "drafts are greedy in this version and are verified by sample-and-match",
-        "drop the option; the output law is the target's either way",
-    ),
     *(
         Refusal(f"--{field.replace('_', '-')}", _given(field, 1.0), reason, DROP)
         for field, reason in (

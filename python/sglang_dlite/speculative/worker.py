@@ -19,9 +19,15 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dlite.speculative.acceptance import match_drafts, next_token_group, pivot_rows
-from sglang_dlite.speculative.drafting import build_drafter, check_pair
-from sglang_dlite.speculative.inputs import DLiteDraftInput, DLiteVerifyInput
+from sglang_dlite.speculative.drafting import build_drafter, check_pair, require_sampled_drafts
+from sglang_dlite.speculative.inputs import (
+    DLiteDraftInput,
+    DLiteVerifyInput,
+    pack_vectors,
+    unpack_vectors,
+)
 from sglang_dlite.speculative.pivot_capture import PivotCapture, split_states
+from sglang_dlite.speculative.rejection import RejectionSampling
 from sglang_dlite.speculative.target_tokens import broadcast_from_rank0, target_tokens
 from sglang_dlite.speculative.token_groups import prefill_token_group
 
@@ -47,6 +53,7 @@ class DLiteWorker(BaseSpecWorker):
             options.speculative_draft_model_revision,
             self.device,
             runner.dtype,
+            options.speculative_use_rejection_sampling,
         )
         self.config = self.drafter.config
         # Sharded under tensor parallelism: the whole table's size is the padded one.
@@ -55,6 +62,10 @@ class DLiteWorker(BaseSpecWorker):
         self.capture = PivotCapture(runner.model, self.config.target_layer_ids)
         self.num_drafts = self.width - 1
         self._offsets = torch.arange(self.width, device=self.device)
+        self.rejection: RejectionSampling | None = None
+        if options.speculative_use_rejection_sampling:
+            sampled_drafter = require_sampled_drafts(self.drafter)
+            self.rejection = RejectionSampling(sampled_drafter, self.width, self.device)
         logger.info(
             "DLITE: verify width %d, %d pivot states, no draft KV.",
             self.width,
@@ -97,12 +108,15 @@ class DLiteWorker(BaseSpecWorker):
             on_publish(batch.seq_lens)
         group = prefill_token_group(batch, anchor, self.config.anchor_group_size)
         states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
-        result.next_draft_input = self._draft(states, group)
+        result.next_draft_input = self._draft(states, group, batch, batch.seq_lens)
         return result
 
     def _verify(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
-        carried = batch.spec_info.hidden_states  # [n, K + E]
-        drafts, earlier = carried[:, : self.num_drafts], carried[:, self.num_drafts :]
+        carried = batch.spec_info.hidden_states  # [n, K + E + P]
+        num_earlier = max(self.config.anchor_group_size - 2, 0)
+        drafts, earlier, packed = carried.tensor_split(
+            (self.num_drafts, self.num_drafts + num_earlier), dim=1
+        )
         candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
         prefix_lens = batch.seq_lens  # [n], without the anchor
         forward_batch = self._verify_batch(batch, candidates)
@@ -110,10 +124,17 @@ class DLiteWorker(BaseSpecWorker):
             batch=None, forward_batch=forward_batch, is_verify=True
         )
         logits_output = target.logits_output
-        target_ids = target_tokens(
-            self._target_worker.model_runner.sampler, batch, logits_output, forward_batch.positions
-        )  # [n, D]
-        accepted = match_drafts(candidates, target_ids)
+        sampler = self._target_worker.model_runner.sampler
+        if self.rejection is None or batch.sampling_info.is_all_greedy:
+            target_ids = target_tokens(
+                sampler, batch, logits_output, forward_batch.positions
+            )  # [n, D]
+            accepted = match_drafts(candidates, target_ids)
+        else:
+            vectors = unpack_vectors(packed, self.num_drafts, self.config.sequential_rank)
+            accepted = self.rejection.accept(
+                sampler, batch, logits_output, forward_batch.positions, candidates, vectors
+            )
         accept_lens = (accepted.num_accepted + 1).to(torch.int32)  # [n]
         new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
         if on_publish is not None:
@@ -126,7 +147,7 @@ class DLiteWorker(BaseSpecWorker):
             next_token_ids=accepted.output_ids.reshape(-1),
             accept_lens=accept_lens,
             new_seq_lens=new_seq_lens,
-            next_draft_input=self._draft(states, group),
+            next_draft_input=self._draft(states, group, batch, new_seq_lens),
             speculative_num_draft_tokens=self.width,
             can_run_cuda_graph=target.can_run_cuda_graph,
             routed_experts_output=target.routed_experts_output,
@@ -174,17 +195,31 @@ class DLiteWorker(BaseSpecWorker):
             forward_batch.apply_deprecated_skip_attn_backend_init(True)
         return forward_batch
 
-    def _draft(self, states: torch.Tensor, group: torch.Tensor) -> DLiteDraftInput:
-        """states [n, S * h] and group [n, G] -> the next step's input."""
+    def _draft(
+        self,
+        states: torch.Tensor,
+        group: torch.Tensor,
+        batch: Any,
+        anchor_positions: torch.Tensor,
+    ) -> DLiteDraftInput:
+        """states [n, S * h], group [n, G] and anchor_positions [n] -> the next step's input."""
+        pivot_states = split_states(states, self.config.num_pivot_states)
+        info = batch.sampling_info
         with torch.inference_mode():
-            block = self.drafter.draft(
-                split_states(states, self.config.num_pivot_states), group, self.embed
-            )
+            if self.rejection is None or info.is_all_greedy:
+                block = self.drafter.draft(pivot_states, group, self.embed)
+            else:
+                block = self.rejection.draft(
+                    pivot_states, group, self.embed, info, anchor_positions
+                )
         # One set of drafts for all ranks: acceptance compares against it. A shorter D verifies a
         # prefix of the block.
         drafts = broadcast_from_rank0(block.token_ids)[:, : self.num_drafts]  # [n, K]
         earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
+        carried = [drafts, earlier]
+        if self.rejection is not None:
+            carried.append(pack_vectors(block.head_vectors[:, : self.num_drafts]))  # [n, P]
         return DLiteDraftInput(
             bonus_tokens=group[:, -1].contiguous(),
-            hidden_states=torch.cat([drafts, earlier], dim=1),
+            hidden_states=torch.cat(carried, dim=1),
         )

@@ -15,7 +15,7 @@ from sglang_dlite.platforms.packed_linear import pack_drafter
 
 def prepare_drafter(
     drafter: DLiteDrafter, sampled_drafts: bool = False
-) -> DLiteDrafter | CompiledDrafter:
+) -> DLiteDrafter | CompiledDrafter | SampledCompiledDrafter:
     """The form of a loaded drafter that serves on this CPU; the argument may be changed.
 
     bf16 is compiled where the kernels are, else its matrices are packed; fp32 stays as it is.

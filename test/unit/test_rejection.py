@@ -15,6 +15,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter
 from sglang_dlite.platforms.cpu_drafter import SampledCompiledDrafter, prepare_drafter
 from sglang_dlite.platforms.kernels import compiled_kernels
+from sglang_dlite.platforms.sampling import sample_rows
 from sglang_dlite.speculative import rejection
 from sglang_dlite.speculative.drafting import SampledDrafter, require_sampled_drafts
 from sglang_dlite.speculative.rejection import RejectionSampling, target_law, uniform_numbers
@@ -84,6 +85,27 @@ def test_target_law(sampler: Sampler, rows: list[Row]) -> None:
     assert law.dtype == torch.float32
     torch.testing.assert_close(law.double(), torch.tensor(expected, dtype=torch.float64))
     assert torch.equal(logits, before)  # log-probabilities are computed from them afterwards
+
+
+@pytest.mark.parametrize("scale", [0.5, 4.0])  # a nucleus beyond the 256 likeliest, and within
+def test_the_law_with_the_cpu_sampler(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    """The hook that spares the CPU a sort of every row keeps the law."""
+    from sglang.srt.layers import sampler as module
+
+    original = module.top_k_top_p_min_p_sampling_from_probs_torch
+    original = getattr(original, "__wrapped__", original)
+    monkeypatch.setattr(
+        module,
+        "top_k_top_p_min_p_sampling_from_probs_torch",
+        lambda *args, **kwargs: sample_rows(original, *args, **kwargs),
+    )
+    rows = [(1.0, TOP_K_ALL, 0.95, 0.0), (0.8, 300, 0.99, 0.01), (2.0, TOP_K_ALL, 1.0, 0.0)]
+    logits = scale * torch.randn(3, 900, generator=torch.Generator().manual_seed(6))
+    law = target_law(sampler, sampling_info(rows), logits, torch.arange(3))
+    expected = [naive_law(row, params) for row, params in zip(logits.tolist(), rows, strict=True)]
+    torch.testing.assert_close(law.double(), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_a_greedy_row_beside_a_sampling_one_takes_the_lowest_id_of_a_tie(sampler: Sampler) -> None:

@@ -51,18 +51,35 @@ def target_law(
     logits = sampler._preprocess_logits(logits.to(torch.float32, copy=True), info)
     law = torch.softmax(logits / info.temperatures, dim=-1)
     if info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling:
-        every_row = torch.arange(len(law), device=law.device)
-        # The token that is drawn beside is not used, hence no seed.
-        capture = dataclasses.replace(
-            info, sampling_mask_batch_indices=every_row, sampling_seed=None
-        )
-        _, filtered = sampler._sample_from_probs(law, capture, positions, False)
-        law = filtered.weights.float()
-        if filtered.token_ids is not None:  # sorted by weight: back to the vocabulary's order
-            law = torch.zeros_like(law).scatter_(1, filtered.token_ids.long(), law)
-        law = law / law.sum(dim=-1, keepdim=True)
+        law = _filtered(sampler, info, law, positions)
     top = torch.zeros_like(law).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
     return torch.where(is_greedy(info)[:, None], top, law)
+
+
+def _filtered(sampler: Any, info: Any, law: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The law [rows, V] after each row's top-k, top-p and min-p."""
+    if law.device.type == "cpu":  # where a row costs a sort, and reading back costs nothing
+        wanted = (info.top_ks < law.shape[1]) | (info.top_ps < 1) | (info.min_ps > 0)
+        rows = (wanted & ~is_greedy(info)).nonzero().squeeze(1)  # [m]
+        if not len(rows):
+            return law
+    else:
+        rows = torch.arange(len(law), device=law.device)
+    capture = dataclasses.replace(
+        info,
+        top_ks=info.top_ks[rows],
+        top_ps=info.top_ps[rows],
+        min_ps=info.min_ps[rows],
+        sampling_mask_batch_indices=torch.arange(len(rows), device=law.device),
+        sampling_seed=None,  # the token that is drawn beside is not used
+    )
+    _, kept = sampler._sample_from_probs(law[rows], capture, positions[rows], False)
+    weights = kept.weights.float()
+    if kept.token_ids is not None:  # sorted by weight: back to the vocabulary's order
+        weights = weights.new_zeros(len(rows), law.shape[1]).scatter_(
+            1, kept.token_ids.long(), weights
+        )
+    return law.index_copy(0, rows, weights / weights.sum(dim=-1, keepdim=True))
 
 
 def is_greedy(info: Any) -> torch.Tensor:

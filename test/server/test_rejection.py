@@ -41,9 +41,17 @@ def model(target: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def running(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Overlap on: the head vectors go through upstream's relay; an odd K * R needs its padding."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        # Overlap: the head vectors go through upstream's relay. K * R is odd, which needs padding.
+        pytest.param({"overlap": "1", "width": 4}, id="overlap"),
+        pytest.param({"overlap": "0", "width": 3}, id="no-overlap-d3", marks=pytest.mark.slow),
+    ],
+)
+def running(
+    target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Any]:
     drafter = tiny_models.make_drafter(
         tmp_path_factory.mktemp("drafter"),
         vocab_size=VOCAB,
@@ -54,9 +62,10 @@ def running(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with engine(
         target,
         drafter,
-        env={"DLITE_CPU_OVERLAP": "1", "DLITE_DRAFTER_FACTORY": None},
+        env={"DLITE_CPU_OVERLAP": request.param["overlap"], "DLITE_DRAFTER_FACTORY": None},
         skip_tokenizer_init=True,
         speculative_use_rejection_sampling=True,
+        speculative_num_draft_tokens=request.param["width"],
         max_running_requests=64,
         random_seed=5,
     ) as engine_:
@@ -93,11 +102,9 @@ CASES: dict[str, tuple[float, dict[str, Any], Filter]] = {
 def token_laws(model: Any, case: str) -> torch.Tensor:
     """The law [V, V, V] of the first three tokens, from HF's logits and the filters above."""
     temperature, _, keep = CASES[case]
-    prefixes = [PROMPT, *(PROMPT + p for p in product(range(VOCAB), repeat=1))]
-    prefixes += [PROMPT + p for p in product(range(VOCAB), repeat=2)]
     laws = []
-    for length in (0, 1, 2):
-        rows = torch.tensor([p for p in prefixes if len(p) == len(PROMPT) + length])
+    for length in range(LENGTH):
+        rows = torch.tensor([PROMPT + p for p in product(range(VOCAB), repeat=length)])
         with torch.no_grad():
             logits = model(rows).logits[:, -1].double()
         kept = torch.stack([keep(row) for row in torch.softmax(logits / temperature, -1)])
@@ -112,11 +119,12 @@ def sampled(case: str) -> Request:
 
 @pytest.fixture(scope="module")
 def answers(running: Any) -> dict[str, list[dict[str, Any]]]:
-    """All cases in the same batches, a greedy request among every five."""
-    greedy = Request(PROMPT, -1, 24)
-    requests = [*map(sampled, CASES), greedy] * SAMPLES
-    # Greedy ones only now and then: they are longer.
-    requests = [r for i, r in enumerate(requests) if r is not greedy or i % 50 == 4]
+    """All cases in the same batches, with longer greedy requests among them."""
+    requests = []
+    for i in range(SAMPLES):
+        requests += map(sampled, CASES)
+        if i % 10 == 0:
+            requests.append(Request(PROMPT, -1, 24))
     played = play(running, requests)
     by_case: dict[str, list[dict[str, Any]]] = {name: [] for name in [*CASES, "greedy"]}
     names = {str(sampled(case).params): case for case in CASES}

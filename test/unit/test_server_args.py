@@ -104,6 +104,12 @@ def test_rejection_sampling_is_served(resolve: Resolve) -> None:
     assert resolve("--speculative-use-rejection-sampling").speculative_use_rejection_sampling
 
 
+def test_no_seeds_on_a_cpu(resolve: Resolve) -> None:
+    """Upstream's seeded sampling hashes on CUDA only; without its flag it ignores seeds."""
+    with pytest.raises(ValueError, match=r"eterministic"):
+        resolve("--enable-deterministic-inference")
+
+
 def test_prefill_graphs_are_off(resolve: Resolve) -> None:
     """A replayed prefill would run without the hooks that capture the pivot states."""
     assert resolve().disable_prefill_cuda_graph is True

@@ -34,7 +34,7 @@ def uniform_numbers(
     if seeds is None:
         return torch.rand(positions.shape, dtype=torch.float64, device=positions.device)
     rows = seeds.repeat_interleave(positions.shape[1])  # [n * m]
-    column = torch.tensor([purpose], device=positions.device)
+    column = torch.full((1,), purpose, device=positions.device)
     hashed = murmur_hash32(rows, positions.reshape(-1), column)  # [n * m, 1] uint32
     return hashed.view(positions.shape).to(torch.float64) / 2**32
 

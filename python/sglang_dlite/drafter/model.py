@@ -164,7 +164,7 @@ class DLiteDrafter(nn.Module):
 
         Rejection sampling computes it twice, one row at a time and for a block at once. In bf16
         the two would round to different laws, and the output would follow neither; in fp32 they
-        differ by 1e-6 or so. TF32 matmuls change nothing for bf16 weights, which TF32 holds exactly.
+        differ by 1e-6 or so. TF32 matmuls change nothing for bf16 weights: it holds them exactly.
         """
         return F.linear(head_vectors.float(), self._output_weight_fp32)
 

@@ -13,7 +13,7 @@ SCHEMA = json.dumps(
     {
         "type": "object",
         "properties": {
-            "name": {"type": "string", "pattern": "^[a-z]{3,9}$"},
+            "name": {"type": "string", "pattern": "^[a-z]{3,6}$"},
             "kind": {"enum": ["one", "two", "three"]},
             "size": {"type": "integer", "minimum": 10, "maximum": 99},
         },
@@ -58,9 +58,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "grammars": [
         {"json_schema": SCHEMA},
-        {"regex": "(ab|cde){2,6}f[0-9]+x"},
+        {"regex": "(ab|cde){2,6}f[0-9]{1,9}x"},
         {"regex": "[a-d]{17}", "frequency_penalty": 1.5},
-        {"ebnf": 'root ::= ("let " [a-z]+ "=" [0-9] ";\\n"){1,4} "end"'},
+        {"ebnf": 'root ::= ("let " [a-z]{1,6} "=" [0-9] ";\\n"){1,4} "end"'},
         {"structural_tag": STRUCTURAL_TAG},
         {"json_schema": SCHEMA, "logit_bias": BIAS},
     ],

@@ -7,14 +7,17 @@ length is reached or a grammar ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from option_workloads import OPTIONS, PROCESSOR
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
+from test_sampling import SIGNIFICANCE, chi_square_p
 from workloads import CHUNK, Request
 
 pytestmark = pytest.mark.server
@@ -165,6 +168,50 @@ def test_whole_grammars(running: OracleEngine, references: References) -> None:
                 assert re.fullmatch(request.params["regex"], text)
             else:
                 assert re.fullmatch("<f>[0-9]{2,5}</f>", text)
+
+
+def penalised_law(
+    references: References, request: Request, length: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation under temperature, top_k and the frequency penalty."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        references.target, dtype=torch.float32
+    )
+    params = request.params
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for ids, probability in law.items():
+            with torch.no_grad():
+                logits = model(torch.tensor([[*request.prompt, *ids]])).logits[0, -1]
+            for token in ids:
+                logits[token] -= params["frequency_penalty"]
+            top = (logits / params["temperature"]).topk(params["top_k"])
+            for token, p in zip(top.indices.tolist(), top.values.softmax(0).tolist(), strict=True):
+                longer[(*ids, token)] = probability * p
+        law = longer
+    return law
+
+
+def test_the_law_of_sampled_tokens_with_a_penalty(
+    running: OracleEngine, configuration: Configuration, references: References
+) -> None:
+    """Temperature above 0: the first token is the prefill's, the others come of verify rows."""
+    if configuration.name != "overlap":
+        pytest.skip("once is enough")
+    samples, length = 800, 4
+    params = {"temperature": 2.0, "top_k": 2, "frequency_penalty": -1.2}
+    recorded = references.requests["penalties"][3]
+    assert recorded.params["frequency_penalty"] == params["frequency_penalty"]
+    request = Request(recorded.prompt, recorded.sequence, length, params)
+    answers = running.play([request] * samples, "right")
+    observed = Counter(tuple(answer["output_ids"]) for answer in answers)
+    law = penalised_law(references, request, length)
+    assert set(observed) <= set(law)
+    assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers) > samples / 20
+    assert chi_square_p(observed, law) > SIGNIFICANCE
 
 
 def test_several_samples_of_one_prompt(running: OracleEngine, references: References) -> None:

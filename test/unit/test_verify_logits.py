@@ -309,3 +309,12 @@ def test_the_sampler_gets_the_changed_logits_and_applies_nothing_again() -> None
     assert torch.equal(seen, changed)
     assert rows.logit_bias is None and not rows.has_custom_logit_processor
     assert len(rows) == len(changed)
+
+
+def test_a_cpu_compiles_no_penalty() -> None:
+    """Upstream compiles its repetition penalty: with inductor it would need a C++ compiler."""
+    from sglang_dlite.platforms.cpu import DLiteCpuPlatform
+
+    assert DLiteCpuPlatform.get_compile_backend(DLiteCpuPlatform.__new__(DLiteCpuPlatform)) == (
+        "eager"
+    )

@@ -165,15 +165,6 @@ PLAIN = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
 CHAT = {"model": "default", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.mark.parametrize("option,value", [("return_hidden_states", True), ("lora_path", "a")])
-def test_unsupported_options_get_a_400_that_says_what_to_do(
-    client: Client, option: str, value: object
-) -> None:
-    reply = client.http.post("/generate", json={**PLAIN, option: value})
-    assert reply.status_code == 400, reply.text
-    assert client.http.post("/generate", json=PLAIN).status_code == 200
-
-
 def test_a_chat_reply_that_follows_a_schema(client: Client) -> None:
     """What tool calls and response_format come down to: a grammar, beside penalties."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}

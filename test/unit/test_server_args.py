@@ -85,6 +85,7 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--speculative-token-map", "map.pt"), "'map.pt'"),
         (("--enable-torch-compile",), "True"),
         (("--enable-strict-thinking", "--reasoning-parser", "qwen3"), "True"),
+        (("--grammar-backend", "outlines"), "'outlines'"),
         (("--speculative-num-steps", "5"), "5"),
         (("--speculative-eagle-topk", "4"), "4"),
         (("--speculative-accept-threshold-acc", "0.5"), "0.5"),

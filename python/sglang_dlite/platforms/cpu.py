@@ -63,6 +63,11 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     # -- factories -----------------------------------------------------------------------------
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        # Upstream compiles small functions at their first call, the repetition penalty's among
+        # them: with inductor that is 13 s in a request, and without a C++ compiler the server dies.
+        return "eager"
+
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 

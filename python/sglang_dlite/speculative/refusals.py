@@ -129,8 +129,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--enable-strict-thinking",
         _truthy("enable_strict_thinking"),
-        "it constrains output by a grammar, which this version does not apply to verify rows",
+        "its limits on the thinking part are not tested on verify rows",
         NO_SPECULATION,
+    ),
+    Refusal(
+        "--grammar-backend",
+        lambda args: args.grammar_backend if args.grammar_backend == "outlines" else None,
+        "a grammar takes rejected drafts back, which outlines cannot",
+        "use xgrammar (the default) or llguidance",
     ),
     # -- graphs ---------------------------------------------------------------------------------
     Refusal(

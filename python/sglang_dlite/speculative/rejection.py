@@ -127,14 +127,13 @@ class RejectionSampling:
     ) -> Acceptance:
         """What a verify pass keeps; head_vectors [n, D - 1, R] are those of the drafts.
 
-        logits_output.next_token_logits is [n * D, V], positions [n * D]. Log-probabilities, where
+        logits_output.next_token_logits is [n * D, V], with the request options applied; positions
+        [n * D]. Log-probabilities, where
         asked for, are written to logits_output.
         """
         info, n = batch.sampling_info, len(candidates)
         logits = logits_output.next_token_logits
         rows = expand_sampling_info(info, self.width)
-        if rows.logit_bias is not None:
-            logits.add_(rows.logit_bias)
         law = target_law(sampler, rows, logits, positions).view(n, self.width, -1)  # [n, D, V]
         drafted = temperature_law(self.drafter.law_logits(head_vectors), info.temperatures)
         # A drafter may have ids that pad the target's table: never the target's own.

@@ -30,6 +30,7 @@ from sglang_dlite.speculative.pivot_capture import PivotCapture, split_states
 from sglang_dlite.speculative.rejection import RejectionSampling
 from sglang_dlite.speculative.target_tokens import broadcast_from_rank0, target_tokens
 from sglang_dlite.speculative.token_groups import prefill_token_group
+from sglang_dlite.speculative.verify_logits import Barrier, VerifyLogits
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class DLiteWorker(BaseSpecWorker):
         if options.speculative_use_rejection_sampling:
             sampled_drafter = require_sampled_drafts(self.drafter)
             self.rejection = RejectionSampling(sampled_drafter, self.width, self.device)
+        self.options = VerifyLogits(self.width, lambda: runner.req_to_token_pool.req_to_token)
         logger.info(
             "DLITE: verify width %d, %d pivot states, no draft KV.",
             self.width,
@@ -93,16 +95,20 @@ class DLiteWorker(BaseSpecWorker):
         pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
         """One scheduler step: an extend (prompt or chunk, possibly mixed) or a verify pass."""
-        del grammar_barrier, pp_proxy_tensors
+        del pp_proxy_tensors
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._extend(batch, on_publish)
-        return self._verify(batch, on_publish)
+            return self._extend(batch, on_publish, grammar_barrier)
+        return self._verify(batch, on_publish, grammar_barrier)
 
-    def _extend(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+    def _extend(
+        self, batch: Any, on_publish: Publish | None, grammar_barrier: Barrier | None
+    ) -> GenerationBatchResult:
+        self.options.before_extend(batch, grammar_barrier)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.LAST
         )
         anchor = broadcast_from_rank0(result.next_token_ids)  # [n]
+        self.options.after_step(batch, anchor[:, None])
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -111,7 +117,9 @@ class DLiteWorker(BaseSpecWorker):
         result.next_draft_input = self._draft(states, group, batch, batch.seq_lens)
         return result
 
-    def _verify(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+    def _verify(
+        self, batch: Any, on_publish: Publish | None, grammar_barrier: Barrier | None
+    ) -> GenerationBatchResult:
         carried = batch.spec_info.hidden_states  # [n, K + E + P]
         num_earlier = max(self.config.anchor_group_size - 2, 0)
         drafts, earlier, packed = carried.tensor_split(
@@ -120,10 +128,14 @@ class DLiteWorker(BaseSpecWorker):
         candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
         prefix_lens = batch.seq_lens  # [n], without the anchor
         forward_batch = self._verify_batch(batch, candidates)
+        grammar_tree = self.options.before_verify(batch, candidates)
         target = self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True
         )
         logits_output = target.logits_output
+        self.options.apply(
+            batch, candidates, logits_output.next_token_logits, grammar_tree, grammar_barrier
+        )
         sampler = self._target_worker.model_runner.sampler
         if self.rejection is None or batch.sampling_info.is_all_greedy:
             target_ids = target_tokens(
@@ -139,6 +151,7 @@ class DLiteWorker(BaseSpecWorker):
         new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
+        self.options.after_step(batch, accepted.output_ids)
         states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, self.width)]
         logits_output.hidden_states = None
         group = next_token_group(earlier, candidates, accepted, self.config.anchor_group_size)

@@ -54,6 +54,8 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The way back is an environment variable, for tests: two streams on one CPU gain nothing.
         if os.environ.get(OVERLAP_SWITCH, "0") != "1":
             server_args.disable_overlap_schedule = True
+        ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+        set_thread_environment(max(1, ranks // server_args.nnodes))
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm.upper() == ALGORITHM

@@ -47,6 +47,16 @@ def test_log_probabilities(kind: str, switch: str, tmp_path: Path) -> None:
             sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
             return_logprob=True,
         )
+    error = log_probability_errors(target, prompts, answers)
+    print(f"{kind}, kernels {switch}: mean {error.mean():.4f}, worst {error.max():.4f}")
+    assert error.mean() < ALLOWED["mean"]
+    assert error.max() < ALLOWED["worst"]
+
+
+def log_probability_errors(
+    target: Path, prompts: list[list[int]], answers: list[dict[str, Any]]
+) -> torch.Tensor:
+    """|served - fp32| of each output token's log-probability, NEW_TOKENS per prompt."""
     errors = []
     model = reference(target)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -57,10 +67,7 @@ def test_log_probabilities(kind: str, switch: str, tmp_path: Path) -> None:
         exact = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
         served = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         errors.append((served - exact).abs())
-    error = torch.cat(errors)
-    print(f"{kind}, kernels {switch}: mean {error.mean():.4f}, worst {error.max():.4f}")
-    assert error.mean() < ALLOWED["mean"]
-    assert error.max() < ALLOWED["worst"]
+    return torch.cat(errors)
 
 
 def reference(target: Path) -> Any:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import rank_drafter
+import test_cpu_kernels as bf16
+import tiny_models
 import torch
+from engines import engine
 from oracle import TOLERANCE
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from sglang_dlite.drafter import load_drafter
 from torch.nn import functional as F
-from workloads import Request
+from workloads import Request, random_prompts
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -87,6 +90,29 @@ def test_ranks_never_part(running: OracleEngine, references: References, seen: P
             assert torch.equal(first[name], second[name]), (call, name)
         alone = drafter.draft(first["states"], first["group"], lambda ids: F.embedding(ids, table))
         assert torch.equal(alone.token_ids, first["drafts"]), call
+
+
+def test_bf16_on_compiled_kernels(tmp_path: Path) -> None:
+    """Sharded weights are packed, and the compiled draft step looks up a sharded table."""
+    pytest.importorskip("sglang_dlite_kernel", reason="the compiled kernels are not built")
+    target = tiny_models.make_target(tmp_path / "target", "qwen3")
+    drafter = tiny_models.make_drafter(tmp_path / "drafter")
+    prompts = [list(prompt) for prompt in random_prompts(len(bf16.LENGTHS), bf16.LENGTHS)]
+    variables = {"DLITE_DRAFTER_FACTORY": None}
+    with engine(target, drafter, dtype="bfloat16", tp_size=2, env=variables) as running:
+        answers = running.generate(
+            input_ids=prompts,
+            sampling_params={
+                "temperature": 0,
+                "max_new_tokens": bf16.NEW_TOKENS,
+                "ignore_eos": True,
+            },
+            return_logprob=True,
+        )
+    error = bf16.log_probability_errors(target, prompts, answers)
+    print(f"two ranks: mean {error.mean():.4f}, worst {error.max():.4f}")
+    assert error.mean() < bf16.ALLOWED["mean"]
+    assert error.max() < bf16.ALLOWED["worst"]
 
 
 def embedding_table(target: Path) -> torch.Tensor:

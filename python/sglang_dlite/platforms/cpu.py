@@ -44,8 +44,14 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Fill what the user left open; an explicit flag wins.
 
-        The last two are plain switches that can only be typed on, so nothing typed is overridden.
+        Two of them are plain switches that can only be typed on, so nothing typed is overridden.
+
+        Raises:
+            RuntimeError: a hook is not in place; without DLITE they are needed as well.
         """
+        from sglang_dlite.speculative.hooks import require_hooks
+
+        require_hooks()
         given = getattr(server_args, "_raw_input", None) or {}
         if given.get("attention_backend") is None:
             server_args.attention_backend = ATTENTION_BACKEND

@@ -50,6 +50,27 @@ def wider_rows(original: Callable[[], int]) -> int:
     return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
+def check_lora(original: Callable[[Any], None], server_args: Any) -> None:
+    """AROUND `check_lora_speculative_compatibility`: a list of names that DLITE is not on.
+
+    What the names on it share, and what LoRA's segments need, is one verify width for all
+    requests; DLITE's verify input is upstream's DFLASH one. The drafter runs without adapters.
+
+    Raises:
+        ValueError: with --speculative-adaptive, whose widths LoRA's decode graphs do not have.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    if (view.speculative_algorithm or "").upper() != ALGORITHM:
+        original(server_args)
+    elif view.speculative_adaptive:
+        raise ValueError(
+            "--speculative-adaptive with --enable-lora and --speculative-algorithm DLITE is not "
+            "supported: LoRA's decode graphs are made for one verify width. Drop one of the two."
+        )
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls",
@@ -82,6 +103,14 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "req"),
         False,
         "request options that DLITE does not serve are refused with a 400",
+    ),
+    Hook(
+        "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
+        "AROUND",
+        check_lora,
+        ("server_args",),
+        False,
+        "H9: LoRA is refused for algorithms that upstream does not know by name",
     ),
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",

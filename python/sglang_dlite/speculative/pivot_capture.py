@@ -107,9 +107,7 @@ class PivotCapture:
         model.model.register_forward_pre_hook(self._start, with_kwargs=True)
         for layer_id in self.layer_ids:
             if layer_id < self.num_layers - 1:
-                layers[layer_id + 1].register_forward_pre_hook(
-                    enter(layer_id), with_kwargs=True
-                )
+                layers[layer_id + 1].register_forward_pre_hook(enter(layer_id), with_kwargs=True)
         model.logits_processor.register_forward_pre_hook(self._finish, with_kwargs=True)
         model.logits_processor.register_forward_hook(self._publish)
 

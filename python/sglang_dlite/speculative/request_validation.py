@@ -34,7 +34,6 @@ def request_error(req: Any) -> str | None:
             req.return_hidden_states_mode.need_capture(),
             "false",
         ),
-        ("lora_path", req.lora_id, req.lora_id is not None, "none"),
     ]
     refused += [
         (name, "...", getattr(params, name, None) is not None, "none")

@@ -22,6 +22,8 @@ NEW_TOKENS = 12
 # Of log-probabilities, over six layers with activations rounded to 8 bits. Seen on qwen3: mean
 # 0.025 and worst 0.08 with the kernels, 0.026 and 0.13 without.
 ALLOWED = {"mean": 0.05, "worst": 0.3}
+# Where rounding sends a token to another expert. transformers' own bf16: mean 0.057, worst 0.40.
+ALLOWED_OF_EXPERTS = {"mean": 0.1, "worst": 0.8}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ ALLOWED = {"mean": 0.05, "worst": 0.3}
         pytest.param("qwen3", "0", marks=pytest.mark.slow),
         *(
             pytest.param(kind, switch, marks=pytest.mark.slow)
-            for kind in ("llama", "mistral", "qwen2")
+            for kind in ("llama", "mistral", "qwen2", "qwen3_moe", "gemma3")
             for switch in ("1", "0")
         ),
     ],
@@ -49,8 +51,9 @@ def test_log_probabilities(kind: str, switch: str, tmp_path: Path) -> None:
         )
     error = log_probability_errors(target, prompts, answers)
     print(f"{kind}, kernels {switch}: mean {error.mean():.4f}, worst {error.max():.4f}")
-    assert error.mean() < ALLOWED["mean"]
-    assert error.max() < ALLOWED["worst"]
+    allowed = ALLOWED_OF_EXPERTS if kind == "qwen3_moe" else ALLOWED
+    assert error.mean() < allowed["mean"]
+    assert error.max() < allowed["worst"]
 
 
 def log_probability_errors(

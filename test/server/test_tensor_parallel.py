@@ -35,7 +35,9 @@ def running(
         "DLITE_DRAFTER_FACTORY": "rank_drafter:make",
         rank_drafter.FOLDER_VARIABLE: str(seen),
     }
-    with launch_oracle(references.target, references.table, env=variables, tp_size=2) as engine:
+    # Ranks that part wait for each other for ever; the watchdog makes that a failure.
+    options = {"tp_size": 2, "watchdog_timeout": 120}
+    with launch_oracle(references.target, references.table, env=variables, **options) as engine:
         yield engine
 
 

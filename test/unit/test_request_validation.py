@@ -20,7 +20,7 @@ from sglang_dlite.speculative.request_validation import (
 def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
     """What `request_error` reads of upstream's Req."""
     capture = bool(fields.pop("return_hidden_states", False))
-    plain = {"custom_logit_processor": None, "lora_id": None, "origin_input_ids": [1, 2]}
+    plain = {"custom_logit_processor": None, "origin_input_ids": [1, 2]}
     return SimpleNamespace(
         sampling_params=SamplingParams(**(params or {})),
         return_hidden_states_mode=SimpleNamespace(need_capture=lambda: capture),
@@ -52,12 +52,11 @@ def test_served_options(params: dict[str, Any]) -> None:
     "params,fields,value",
     [
         ({}, {"return_hidden_states": True}, "True"),
-        ({}, {"lora_id": "adapter"}, "adapter"),
     ],
 )
 def test_refused_options(params: dict[str, Any], fields: dict[str, Any], value: str) -> None:
     error = request_error(request(params, **fields))
-    option = next(iter(params), None) or next(iter(fields)).replace("lora_id", "lora_path")
+    option = next(iter(params), None) or next(iter(fields))
     assert error is not None
     assert option in error and value in error
     assert "allowed is" in error and "without speculation" in error

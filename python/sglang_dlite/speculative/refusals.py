@@ -34,6 +34,15 @@ def _given(field: str, *harmless: Any) -> Callable[[Any], Any]:
     return value
 
 
+def _on_a_cpu(field: str) -> Callable[[Any], Any]:
+    return lambda args: (getattr(args, field, None) or None) if args.device == "cpu" else None
+
+
+def _moe_a2a_backend(args: Any) -> Any:
+    backend = getattr(args, "moe_a2a_backend", "none")
+    return backend if backend not in (None, "none") else None
+
+
 def _disaggregation(args: Any) -> Any:
     mode = getattr(args, "disaggregation_mode", "null")
     return mode if mode not in (None, "null") else None
@@ -101,17 +110,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "the pivot states do not travel with the K/V",
         "use one server for prefill and decode (--disaggregation-mode null)",
     ),
-    Refusal(
-        "--enable-lora",
-        _truthy("enable_lora"),
-        "a drafter is trained for the base weights",
-        NO_SPECULATION,
+    *(
+        Refusal(
+            f"--{field.replace('_', '-')}",
+            _on_a_cpu(field),
+            "SGLang's LoRA backends need a GPU (Triton kernels, pinned memory)",
+            "merge the adapter into the model, or serve on a GPU",
+        )
+        for field in ("enable_lora", "lora_paths")
+    ),
+    *(
+        Refusal(
+            f"--{field.replace('_', '-')}",
+            value,
+            "a rank does not hold every request's last row between the layers",
+            DROP,
+        )
+        for field, value in (
+            ("moe_a2a_backend", _moe_a2a_backend),
+            ("enable_attn_tp_input_scattered", _truthy("enable_attn_tp_input_scattered")),
+            ("enable_layernorm_sp", _truthy("enable_layernorm_sp")),
+        )
     ),
     Refusal(
-        "--lora-paths",
-        _truthy("lora_paths"),
-        "a drafter is trained for the base weights",
-        NO_SPECULATION,
+        "--enable-two-batch-overlap",
+        _truthy("enable_two_batch_overlap"),
+        "the layers of two half batches run interleaved, without the hooks that capture the pivot "
+        "states",
+        DROP,
     ),
     # -- what a request would get ---------------------------------------------------------------
     Refusal(

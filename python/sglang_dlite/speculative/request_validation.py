@@ -20,7 +20,6 @@ def request_error(req: Any) -> str | None:
             req.return_hidden_states_mode.need_capture(),
             "false",
         ),
-        ("lora_path", req.lora_id, req.lora_id is not None, "none"),
     ]
     for name, value, is_refused, allowed in refused:
         if is_refused:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.runtime_context import get_spec
@@ -47,7 +48,8 @@ class DLiteWorker(BaseSpecWorker):
         self.device = runner.device
         options = get_spec()  # the resolved record; server_args holds what the user typed
         self.width: int = options.speculative_num_draft_tokens
-        self.embed = runner.model.get_input_embeddings()
+        # Without an adapter: its segments are those of the target's batch, not of the drafter's.
+        self.embed = unwrap_lora_layer(runner.model.get_input_embeddings())
         # Loaded here, before memory is profiled: its bytes are then not given to the KV pool.
         self.drafter = build_drafter(
             options.speculative_draft_model_path,

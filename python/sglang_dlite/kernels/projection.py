@@ -114,7 +114,7 @@ def plan_project(
             "SAMPLED": sampling is not None,
             "PRECISION": dot_precision(weight.dtype),
         },
-        num_warps=4,
+        num_warps=8 if exact else 4,
     )
     return launch, (values, ids)
 

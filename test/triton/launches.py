@@ -30,17 +30,14 @@ def draft_step_launches(
     ids = empty(n, candidates, of=torch.int64)
     group = empty(n, 2, of=torch.int64)
     head = (empty(vocab, rank), empty(2 * rank, 2 * rank), empty(2 * rank))
-    sampling = Sampling(
-        empty(n, of=torch.float32), empty(n, of=torch.int64), empty(n, of=torch.int64)
-    )
+    seeds = empty(n, size.drafts, of=torch.int64)[:, 0]
+    sampling = Sampling(empty(n, of=torch.float32), seeds)
     plans: dict[str, Callable[[], tuple[Launch, Any]]] = {
         "norm": lambda: norms.plan_norm(x, weight, 1e-6),
         "add_norm": lambda: norms.plan_add_norm(x, x, weight, 1e-6),
         "final_norm": lambda: norms.plan_final_norm(x, x, weight, 1e-6, size.drafts),
         "context_norm": lambda: norms.plan_context_norm(slots, slots[0], weight, 1e-6),
-        "silu_mul": lambda: activation.plan_silu_mul(
-            empty(n, size.queries, 2 * size.intermediate)
-        ),
+        "silu_mul": lambda: activation.plan_silu_mul(empty(n, size.queries, 2 * size.intermediate)),
         "attention": lambda: attention.plan_attention(
             empty(n, size.queries, size.qkv_width),
             empty(n, size.slots, 2 * size.kv_heads * d),
@@ -51,10 +48,8 @@ def draft_step_launches(
         "combine": lambda: recurrence.plan_combine(
             state, empty(rank, rank + size.hidden), empty(n, size.drafts, rank)[:, 0]
         ),
-        "project": lambda: projection.plan_project(empty(n, rank), head[0], None, 0),
-        "project, sampled": lambda: projection.plan_project(
-            empty(n, rank), head[0], sampling, 0
-        ),
+        "project": lambda: projection.plan_project(empty(n, rank), head[0], None),
+        "project, sampled": lambda: projection.plan_project(empty(n, rank), head[0], sampling),
         "pick": lambda: recurrence.plan_pick(values, ids),
     }
     return {name: plan()[0] for name, plan in plans.items()}

@@ -55,9 +55,7 @@ def test_compiles_without_spills(
     assert not spilling
 
 
-def test_that_check_finds_a_planted_spill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_that_check_finds_a_planted_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block far too large for its registers."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     launch = draft_step_launches(SIZES["4b"], 1, torch.bfloat16)["advance"]

@@ -17,7 +17,6 @@ from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, DraftBlock
 from sglang_dlite.drafter.model import Embed
 from sglang_dlite.kernels.attention import MAX_HEAD_DIM, MAX_KEYS
 from sglang_dlite.kernels.ops import ops
-from sglang_dlite.kernels.projection import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -132,25 +131,39 @@ class FusedDrafter:
     @torch.no_grad()
     def draft(self, pivot_states: Tensor, token_group: Tensor, embed: Embed) -> DraftBlock:
         """As `DLiteDrafter.draft`: pivot_states [n, S, h], token_group [n, G] int64."""
-        return self._draft(pivot_states, token_group, embed, None)
+        hidden = self._backbone(pivot_states, token_group, embed)
+        return self._serial_loop(hidden, token_group, None, None)
 
     @torch.no_grad()
-    def draft_seeded(
-        self, pivot_states: Tensor, token_group: Tensor, embed: Embed, sampling: Sampling
+    def draft_sampled(
+        self,
+        pivot_states: Tensor,
+        token_group: Tensor,
+        embed: Embed,
+        temperatures: Tensor,
+        greedy: Tensor,
+        uniforms: Tensor,
     ) -> DraftBlock:
-        """As `draft`, each token drawn from softmax(`draft_logits` / T); T = 0 drafts greedily.
+        """As `draft`, each token drawn from softmax(`law_logits` / T).
 
-        The same sampling gives the same draws, in any batch.
+        temperatures [n] fp32 > 0; greedy [n] bool: these rows draft greedily; uniforms [n, K] fp64
+        in [0, 1): the 64 bits of each seed one draw (noise.py), so that equal numbers give equal
+        draws, in any batch.
         """
-        return self._draft(pivot_states, token_group, embed, sampling)
+        hidden = self._backbone(pivot_states, token_group, embed)
+        seeds = uniforms.double().contiguous().view(torch.int64)  # [n, K]
+        temperatures = torch.where(greedy, 0.0, temperatures.float())
+        return self._serial_loop(hidden, token_group, temperatures, seeds)
 
-    def draft_logits(self, head_vectors: Tensor) -> Tensor:
-        """The drafter's law: logits [..., V] fp32 of head vectors [..., R].
+    def law_logits(self, head_vectors: Tensor) -> Tensor:
+        """Logits [..., V] fp32 of head vectors [..., R] of a `DraftBlock`, in any dtype.
 
         Not rounded to the weights' dtype, as the tokens were not drawn from rounded ones.
         """
         rows = head_vectors.reshape(-1, head_vectors.shape[-1])
-        if rows.is_cuda and rows.dtype != torch.float32:
+        if rows.is_cuda and self.dtype != torch.float32:
+            # Exact: they were of this dtype when they were drafted.
+            rows = rows.to(self.dtype)
             logits = torch.mm(rows, self._output.t(), out_dtype=torch.float32)
         else:
             logits = rows.float() @ self._output.float().t()
@@ -159,18 +172,11 @@ class FusedDrafter:
     def warm_up(self) -> None:
         """Compile every kernel of `draft`."""
         config = self.config
+        zeros = self._output.new_zeros
         for n in _WARM_UP_SIZES:
-            states = self._output.new_zeros(n, config.num_pivot_states, config.hidden_size)
-            group = torch.zeros(
-                n, config.anchor_group_size, dtype=torch.int64, device=states.device
-            )
-            self.draft(states, group, lambda ids: states.new_zeros(*ids.shape, states.shape[-1]))
-
-    def _draft(
-        self, pivot_states: Tensor, token_group: Tensor, embed: Embed, sampling: Sampling | None
-    ) -> DraftBlock:
-        hidden = self._backbone(pivot_states, token_group, embed)
-        return self._serial_loop(hidden, token_group, sampling)
+            states = zeros(n, config.num_pivot_states, config.hidden_size)
+            group = zeros(n, config.anchor_group_size, dtype=torch.int64)
+            self.draft(states, group, lambda ids: zeros(*ids.shape, config.hidden_size))
 
     def _backbone(self, pivot_states: Tensor, token_group: Tensor, embed: Embed) -> Tensor:
         """Prediction hiddens [n, K, h] after the final norm."""
@@ -198,12 +204,16 @@ class FusedDrafter:
         return ops.final_norm(x, down, self._final_norm, eps, config.num_drafts)
 
     def _serial_loop(
-        self, hidden: Tensor, token_group: Tensor, sampling: Sampling | None
+        self,
+        hidden: Tensor,
+        token_group: Tensor,
+        temperatures: Tensor | None,  # [n] fp32, 0 is greedy; None if all are
+        seeds: Tensor | None,  # [n, K] int64
     ) -> DraftBlock:
+        """Equations: drafter/sequential_head.py."""
         rank, num_drafts = self.config.sequential_rank, self.config.num_drafts
         projected = F.linear(hidden, self._mix_weight[:, rank:], self._mix_bias)  # [n, K, R]
         recurrent = (self._embedding, self._state_weight, self._state_bias)
-        draws = (None, None, None) if sampling is None else tuple(sampling)
         state = values = None
         if token_group.shape[1] > 1:
             _, state = ops.advance(None, token_group[:, -2:-1], None, *recurrent)
@@ -213,6 +223,7 @@ class FusedDrafter:
             token, state = ops.advance(values, ids, state, *recurrent)
             tokens.append(token)  # token k, the anchor at k = 0
             vectors.append(ops.combine(state, self._mix_weight, projected[:, k]))
-            values, ids = ops.project(vectors[-1], self._output, *draws, k)
+            seed = None if seeds is None else seeds[:, k]
+            values, ids = ops.project(vectors[-1], self._output, temperatures, seed)
         tokens.append(ops.pick(values, ids))
         return DraftBlock(torch.stack(tokens[1:], dim=1), torch.stack(vectors, dim=1))

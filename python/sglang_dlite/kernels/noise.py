@@ -1,8 +1,8 @@
 """Counter-based noise for sampled drafts: the same bits in the kernel and in torch.
 
 Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), keyed by the
-request's seed, counted by (token id, draft position, the request's counter). A draw therefore does
-not depend on the batch, on block sizes or on what was drawn before.
+draw's seed, counted by the token id. A draw therefore does not depend on the batch, on block sizes
+or on what was drawn before.
 
 Gumbel-max: argmax(logit / T - log E) with E ~ Exp(1) is a draw from softmax(logits / T).
 """
@@ -22,24 +22,20 @@ _SERIES_BELOW = 0.015625
 
 
 @triton.jit
-def exponential_noise(seed, counter, token, place):
-    """E ~ Exp(1), fp32. seed and counter int64, token and place int32; all broadcast."""
-    bits, _, _, _ = tl.philox(
-        seed, token, place, (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-    )
+def exponential_noise(seed, token):
+    """E ~ Exp(1), fp32, of seed int64 and token int32, which broadcast."""
+    zero = token * 0
+    bits, _, _, _ = tl.philox(seed, token, zero, zero, zero)
     # Small E decide the argmax: where u is small, -log(1 - u) by its series keeps u's precision.
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
     return tl.where(u < 0.015625, series, -tl.log(1 - u))
 
 
-def exponential_noise_reference(seed: Tensor, counter: Tensor, token: Tensor, place: int) -> Tensor:
+def exponential_noise_reference(seed: Tensor, token: Tensor) -> Tensor:
     """The same in torch: int64 tensors that broadcast -> fp32."""
-    shape = torch.broadcast_shapes(seed.shape, counter.shape, token.shape)
-    words = [
-        word.expand(shape) & _WORD
-        for word in (token, torch.full_like(token, place), counter, counter >> 32)
-    ]
+    zero = torch.zeros_like(token)
+    words = [token, zero, zero, zero]
     keys = [seed & _WORD, (seed >> 32) & _WORD]
     for _ in range(_ROUNDS):
         low0, high0 = _wide_product(_MULTIPLIERS[0], words[0])

@@ -41,40 +41,24 @@ def _define(schema: str, plan: Callable[..., Any], reference: Callable[..., Any]
 
 
 def _plan_project(
-    vectors: Tensor,
-    weight: Tensor,
-    temperatures: Tensor | None,
-    seeds: Tensor | None,
-    counters: Tensor | None,
-    place: int,
+    vectors: Tensor, weight: Tensor, temperatures: Tensor | None, seeds: Tensor | None
 ) -> Any:
-    sampling = _sampling(temperatures, seeds, counters)
-    return projection.plan_project(vectors, weight, sampling, place)
+    return projection.plan_project(vectors, weight, _sampling(temperatures, seeds))
 
 
 def _project_reference(
-    vectors: Tensor,
-    weight: Tensor,
-    temperatures: Tensor | None,
-    seeds: Tensor | None,
-    counters: Tensor | None,
-    place: int,
+    vectors: Tensor, weight: Tensor, temperatures: Tensor | None, seeds: Tensor | None
 ) -> Any:
-    sampling = _sampling(temperatures, seeds, counters)
-    return projection.project_reference(vectors, weight, sampling, place)
+    return projection.project_reference(vectors, weight, _sampling(temperatures, seeds))
 
 
-def _sampling(
-    temperatures: Tensor | None, seeds: Tensor | None, counters: Tensor | None
-) -> Sampling | None:
-    if temperatures is None or seeds is None or counters is None:
+def _sampling(temperatures: Tensor | None, seeds: Tensor | None) -> Sampling | None:
+    if temperatures is None or seeds is None:
         return None
-    return Sampling(temperatures, seeds, counters)
+    return Sampling(temperatures, seeds)
 
 
-_define(
-    "norm(Tensor x, Tensor weight, float eps) -> Tensor", norms.plan_norm, norms.norm_reference
-)
+_define("norm(Tensor x, Tensor weight, float eps) -> Tensor", norms.plan_norm, norms.norm_reference)
 _define(
     "context_norm(Tensor states, Tensor depth, Tensor weight, float eps) -> Tensor",
     norms.plan_context_norm,
@@ -111,8 +95,8 @@ _define(
     recurrence.combine_reference,
 )
 _define(
-    "project(Tensor vectors, Tensor weight, Tensor? temperatures, Tensor? seeds, Tensor? counters,"
-    " int place) -> (Tensor, Tensor)",
+    "project(Tensor vectors, Tensor weight, Tensor? temperatures, Tensor? seeds)"
+    " -> (Tensor, Tensor)",
     _plan_project,
     _project_reference,
 )

@@ -22,24 +22,22 @@ _MAX_REQUEST_BLOCK = 64
 
 
 class Sampling(NamedTuple):
-    """How each request's drafts are drawn."""
+    """How each request's draft is drawn: one draw of softmax(logits / T)."""
 
     temperatures: Tensor  # [n] fp32; 0 is greedy
-    seeds: Tensor  # [n] int64
-    counters: Tensor  # [n] int64, never twice the same with one seed: the anchor's position
+    seeds: Tensor  # [n] int64, of any stride: one seed for one draw
 
 
-@triton.jit(do_not_specialize=["n", "place"])
+@triton.jit(do_not_specialize=["n", "seed_stride"])
 def _project_kernel(
     vectors_ptr,
     weight_ptr,
     temperature_ptr,
     seed_ptr,
-    counter_ptr,
     value_ptr,
     id_ptr,
     n,
-    place,
+    seed_stride,
     VOCAB: tl.constexpr,
     RANK: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -67,9 +65,8 @@ def _project_kernel(
         score = tl.dot(weight, vector, score, input_precision=PRECISION)
     if SAMPLED:
         temperature = tl.load(temperature_ptr + request, mask=is_request, other=0.0)[None, :]
-        seed = tl.load(seed_ptr + request, mask=is_request, other=0)[None, :]
-        counter = tl.load(counter_ptr + request, mask=is_request, other=0)[None, :]
-        noise = exponential_noise(seed, counter, token[:, None], place)
+        seed = tl.load(seed_ptr + request * seed_stride, mask=is_request, other=0)[None, :]
+        noise = exponential_noise(seed, token[:, None])
         drawn = score / tl.where(temperature > 0, temperature, 1.0) - tl.log(noise)
         score = tl.where(temperature > 0, drawn, score)
     score = tl.where(is_token[:, None] & (score == score), score, float("-inf"))
@@ -82,12 +79,11 @@ def _project_kernel(
 
 
 def plan_project(
-    vectors: Tensor, weight: Tensor, sampling: Sampling | None, place: int
+    vectors: Tensor, weight: Tensor, sampling: Sampling | None
 ) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """Candidates of the logits of vectors [n, R] under weight [V, R].
 
-    `place` is the draft's index in its block, a part of the noise's counter. ->
-    values [n, C] fp32 and ids [n, C] int64, C = ceil(V / VOCAB_BLOCK), in ascending order of ids.
+    -> values [n, C] fp32 and ids [n, C] int64, C = ceil(V / VOCAB_BLOCK), ids ascending.
     """
     (n, rank), vocab = vectors.shape, weight.shape[0]
     candidates = triton.cdiv(vocab, VOCAB_BLOCK)
@@ -99,11 +95,11 @@ def plan_project(
         max(16, triton.next_power_of_2(n)),
     )
     # Without sampling nothing reads these.
-    temperatures, seeds, counters = (values, ids, ids) if sampling is None else sampling
+    temperatures, seeds = (values, ids) if sampling is None else sampling
     launch = Launch(
         _project_kernel,
         (candidates, triton.cdiv(n, request_block)),
-        (vectors, weight, temperatures, seeds, counters, values, ids, n, place),
+        (vectors, weight, temperatures, seeds, values, ids, n, seeds.stride(0)),
         {
             "VOCAB": vocab,
             "RANK": rank,
@@ -120,18 +116,14 @@ def plan_project(
 
 
 def project_reference(
-    vectors: Tensor, weight: Tensor, sampling: Sampling | None, place: int
+    vectors: Tensor, weight: Tensor, sampling: Sampling | None
 ) -> tuple[Tensor, Tensor]:
     """The same in torch, from all V logits, in fp32."""
     vocab = weight.shape[0]
     score = vectors.float() @ weight.float().t()  # [n, V]
     if sampling is not None:
-        noise = exponential_noise_reference(
-            sampling.seeds[:, None],
-            sampling.counters[:, None],
-            torch.arange(vocab, device=weight.device)[None],
-            place,
-        )
+        tokens = torch.arange(vocab, device=weight.device)
+        noise = exponential_noise_reference(sampling.seeds[:, None], tokens[None])
         hot = sampling.temperatures[:, None] > 0
         drawn = score / torch.where(hot, sampling.temperatures[:, None], 1.0) - noise.log()
         score = torch.where(hot, drawn, score)

@@ -23,7 +23,9 @@ _MAX_COLUMN_BLOCK = 256
 
 
 @triton.jit
-def _best_candidate(value_ptr, id_ptr, request, id_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _best_candidate(
+    value_ptr, id_ptr, request, id_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     """The id of the greatest value, the lowest of equals; the only one where there is but one."""
     if COUNT == 1:
         token = tl.load(id_ptr + request * id_stride)
@@ -129,9 +131,7 @@ def _combine_kernel(
         total += weight.to(tl.float32) * state[None, :]
     projected = tl.load(projected_ptr + request * projected_stride + row, mask=is_row, other=0.0)
     vector = tl.sum(total, axis=1) + projected.to(tl.float32)
-    tl.store(
-        vector_ptr + request * RANK + row, vector.to(vector_ptr.dtype.element_ty), mask=is_row
-    )
+    tl.store(vector_ptr + request * RANK + row, vector.to(vector_ptr.dtype.element_ty), mask=is_row)
 
 
 def _column_block(rank: int) -> int:

@@ -26,7 +26,7 @@ def test_golden_vectors(folder: str) -> None:
     table = vectors["embed_tokens"]
     block = drafter.draft(vectors["pivot_hidden"], vectors["token_group"], lambda ids: table[ids])
     assert torch.equal(block.token_ids, vectors["draft_tokens"])
-    logits = drafter.draft_logits(block.head_vectors)
+    logits = drafter.law_logits(block.head_vectors)
     torch.testing.assert_close(logits, vectors["draft_logits"], rtol=0, atol=1e-4)
 
 
@@ -41,18 +41,23 @@ def test_against_the_module(n: int, group: int, dtype: str) -> None:
     assert_block_is_the_modules(block, module, states, tokens, table)
 
 
-def test_seeded_drafts() -> None:
-    """Greedy at temperature 0; else the tokens that the references draw."""
+def test_sampled_drafts() -> None:
+    """Greedy where asked; else the tokens that the references draw."""
     config, n = SMALL.config(block_size=3), 4
     states, tokens, table = draw_inputs(config, n, torch.float32)
     fused = FusedDrafter(random_drafter(config, torch.float32))
     embed = lambda ids: table[ids]  # noqa: E731
-    sampling = Sampling(torch.tensor([0.0, 0.8, 2.0, 0.0]), torch.arange(n), torch.full((n,), 17))
-    block = fused.draft_seeded(states, tokens, embed, sampling)
+    temperatures, greedy_rows = torch.tensor([1.0, 0.8, 2.0, 0.5]), torch.arange(n) % 3 == 0
+    uniforms = torch.rand(
+        n, config.num_drafts, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    block = fused.draft_sampled(states, tokens, embed, temperatures, greedy_rows, uniforms)
     greedy = fused.draft(states, tokens, embed)
     assert torch.equal(block.token_ids[::3], greedy.token_ids[::3])
     output = random_drafter(config, torch.float32).sequential_head.output_proj.weight
     for k in range(config.num_drafts):
-        candidates = project_reference(block.head_vectors[:, k], output, sampling, k)
+        seeds = uniforms.view(torch.int64)[:, k]
+        sampling = Sampling(temperatures.masked_fill(greedy_rows, 0), seeds)
+        candidates = project_reference(block.head_vectors[:, k], output, sampling)
         assert torch.equal(block.token_ids[:, k], pick_reference(*candidates))
     assert not torch.equal(block.token_ids, greedy.token_ids)

@@ -48,7 +48,8 @@ def compile_launch(launch: Launch, capability: int) -> Any:
         value = launch.args[i]
         if isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
-            attributes[(i,)] = _ALIGNED
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(i,)] = _ALIGNED
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and not parameter.do_not_specialize:

@@ -25,6 +25,7 @@ from sglang_dlite.kernels.fused_drafter import (
     prepare_drafter,
     unsupported,
 )
+from sglang_dlite.speculative import drafting
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,6 +141,16 @@ def test_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     module = random_drafter(SMALL.config(), torch.bfloat16)
     assert prepare_drafter(module) is module
+
+
+def test_the_kernels_are_chosen_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.delenv(drafting.FACTORY_VARIABLE, raising=False)
+    loaded = random_drafter(SMALL.config(), torch.bfloat16)
+    monkeypatch.setattr(drafting, "drafter_directory", lambda path, revision: path)
+    monkeypatch.setattr(drafting, "load_drafter", lambda path, device, dtype: loaded)
+    built = drafting.build_drafter("folder", None, "cuda", torch.bfloat16)
+    assert isinstance(built, FusedDrafter)
 
 
 def test_a_failure_of_the_kernels_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_dlite.drafter import DLiteDrafter
 from sglang_dlite.gpu_check import __main__ as command
-from sglang_dlite.gpu_check import parity
+from sglang_dlite.gpu_check import parity, timing
 from sglang_dlite.gpu_check.drafters import OFFICIAL, random_table, step_bytes
 from sglang_dlite.gpu_check.report import Report
 from sglang_dlite.gpu_check.timing import DraftTimer
@@ -45,7 +45,7 @@ def test_the_exit_status_and_the_file(
             report.figure("draft step", 3.5, "us", n=1)
             if not works:
                 raise RuntimeError("no kernel image")
-            report.check("kernels", True)
+            report.add("kernels", True, {})
 
     monkeypatch.setattr(command, "why_not_here", lambda: None)
     monkeypatch.setattr(command, "describe", lambda: {"device": "none"})
@@ -57,7 +57,26 @@ def test_the_exit_status_and_the_file(
     assert result["passed"] is works
     assert result["figures"] == [{"name": "draft step", "value": 3.5, "unit": "us", "n": 1}]
     assert result["environment"]["device"] == "none"
-    assert works or "no kernel image" in result["checks"][0]["detail"]
+    assert works or "no kernel image" in result["checks"][0]["detail"]["error"]
+
+
+def test_the_draft_steps_part_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with doubles for what only CUDA has: graphs, events, the kernels' launches."""
+    monkeypatch.setattr(command, "DEVICE", "cpu")
+    monkeypatch.setattr(command, "OFFICIAL", {"small": SMALL.config()})
+    monkeypatch.setattr(parity, "check_kernels", lambda *_: None)
+    monkeypatch.setattr(timing, "cuda_capture", lambda step: step)
+    monkeypatch.setattr(timing, "cuda_timer", lambda step: step() and 1e-3)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda device, timer: 1e9)
+    report = Report()
+    command.check_draft_step(report, deadline=float("inf"))
+    assert report.passed
+    graphs = [check["name"] for check in report.checks if "graph = eager" in check["name"]]
+    assert len(graphs) == 2 * len(command.GRAPH_SIZES)
+    timed = {(f["arm"], f["n"]) for f in report.figures if f["name"] == "draft step"}
+    arms = ("eager", "graph", "graph + kernels")
+    assert timed == {(arm, n) for arm in arms for n in command.TIMED_SIZES}
+    assert any("the goal of 1.3 is not met" in note for note in report.notes)
 
 
 def test_bytes_of_a_step() -> None:
@@ -88,8 +107,8 @@ def test_times_are_related_to_the_bound() -> None:
         return step
 
     bandwidth = step_bytes(config, torch.float32) / 2e-6
-    timing = DraftTimer(report, "small", config, table, bandwidth, timer, capture)
-    assert timing.run("graph", drafter, (1, 4), graph=True) == pytest.approx({1: 1.5, 4: 1.5})
+    timed_draft = DraftTimer(report, "small", config, table, bandwidth, timer, capture)
+    assert timed_draft.run("graph", drafter, (1, 4), graph=True) == pytest.approx({1: 1.5, 4: 1.5})
     assert calls == ["captured", (1, 4), "captured", (4, 4)]
     timed = [figure for figure in report.figures if figure["name"] == "draft step"]
     assert [figure["n"] for figure in timed] == [1, 4]

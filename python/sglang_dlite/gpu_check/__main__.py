@@ -109,16 +109,15 @@ def check_draft_step(report: Report, deadline: float) -> None:
         with report.part(f"{name}: graphs and times"):
             module: Any = random_drafter(config, DEVICE, torch.bfloat16)
             table = random_table(config, DEVICE, torch.bfloat16)
-            timer = timing.DraftTimer(report, name, config, table, bandwidth, deadline=deadline)
-            parity.check_graph(
-                report, f"{name} torch", module, table, GRAPH_SIZES, timing.cuda_capture
+            capture = timing.cuda_capture
+            timer = timing.DraftTimer(
+                report, name, config, table, bandwidth, timing.cuda_timer, capture, deadline
             )
+            parity.check_graph(report, f"{name} torch", module, table, GRAPH_SIZES, capture)
             timer.run("eager", module, TIMED_SIZES, graph=False)
             timer.run("graph", module, TIMED_SIZES, graph=True)
             fused = FusedDrafter(module)
-            parity.check_graph(
-                report, f"{name} kernels", fused, table, GRAPH_SIZES, timing.cuda_capture
-            )
+            parity.check_graph(report, f"{name} kernels", fused, table, GRAPH_SIZES, capture)
             ratios = timer.run("graph + kernels", fused, TIMED_SIZES, graph=True)
             if 1 in ratios:
                 met = "met" if ratios[1] <= timing.GOAL else "not met"

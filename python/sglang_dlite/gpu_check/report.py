@@ -20,10 +20,11 @@ class Report:
     def passed(self) -> bool:
         return all(check["passed"] for check in self.checks)
 
-    def check(self, name: str, passed: bool, detail: str = "") -> None:
-        """One thing that must hold."""
+    def add(self, name: str, passed: bool, detail: dict[str, Any]) -> None:
+        """One thing that must hold, and the figures behind it."""
         self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
-        print(f"{'ok  ' if passed else 'FAIL'}  {name:<44} {detail}", flush=True)
+        shown = ", ".join(f"{key} {value}" for key, value in detail.items())
+        print(f"{'ok  ' if passed else 'FAIL'}  {name:<44} {shown}", flush=True)
 
     def figure(self, name: str, value: float, unit: str, **labels: Any) -> None:
         """One measured number."""
@@ -42,7 +43,7 @@ class Report:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.check(name, False, f"{type(error).__name__}: {error}")
+            self.add(name, False, {"error": f"{type(error).__name__}: {error}"})
 
     def to_json(self, **environment: Any) -> dict[str, Any]:
         return {

@@ -75,8 +75,8 @@ class DraftTimer:
         config: DLiteConfig,
         table: Tensor,
         bandwidth: float,
-        timer: Timer = cuda_timer,
-        capture: Capture = cuda_capture,
+        timer: Timer,
+        capture: Capture,
         deadline: float = float("inf"),
     ) -> None:
         """`deadline` is of time.monotonic(): what comes after it is left out, and noted."""

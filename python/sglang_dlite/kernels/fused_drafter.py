@@ -170,13 +170,17 @@ class FusedDrafter:
         return logits.view(*head_vectors.shape[:-1], -1)
 
     def warm_up(self) -> None:
-        """Compile every kernel of `draft`."""
+        """Compile every kernel of `draft` and `draft_sampled`."""
         config = self.config
-        zeros = self._output.new_zeros
+        zeros, ones = self._output.new_zeros, self._output.new_ones
+        embed = lambda ids: zeros(*ids.shape, config.hidden_size)  # noqa: E731
         for n in _WARM_UP_SIZES:
             states = zeros(n, config.num_pivot_states, config.hidden_size)
             group = zeros(n, config.anchor_group_size, dtype=torch.int64)
-            self.draft(states, group, lambda ids: zeros(*ids.shape, config.hidden_size))
+            self.draft(states, group, embed)
+        n = _WARM_UP_SIZES[-1]  # sampling has one block size
+        draws = (ones(n), zeros(n, dtype=torch.bool), zeros(n, config.num_drafts))
+        self.draft_sampled(states, group, embed, *draws)
 
     def _backbone(self, pivot_states: Tensor, token_group: Tensor, embed: Embed) -> Tensor:
         """Prediction hiddens [n, K, h] after the final norm."""

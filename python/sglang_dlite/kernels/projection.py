@@ -28,7 +28,7 @@ class Sampling(NamedTuple):
     seeds: Tensor  # [n] int64, of any stride: one seed for one draw
 
 
-@triton.jit(do_not_specialize=["n", "seed_stride"])
+@triton.jit(do_not_specialize=["n", "seed_stride"], do_not_specialize_on_alignment=["seed_ptr"])
 def _project_kernel(
     vectors_ptr,
     weight_ptr,

@@ -38,14 +38,14 @@ def _best_candidate(
     return token
 
 
-@triton.jit(do_not_specialize=["id_stride"])
+@triton.jit(do_not_specialize=["id_stride"], do_not_specialize_on_alignment=["id_ptr"])
 def _pick_kernel(value_ptr, id_ptr, token_ptr, id_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     request = tl.program_id(0).to(tl.int64)
     token = _best_candidate(value_ptr, id_ptr, request, id_stride, COUNT, BLOCK)
     tl.store(token_ptr + request, token)
 
 
-@triton.jit(do_not_specialize=["id_stride"])
+@triton.jit(do_not_specialize=["id_stride"], do_not_specialize_on_alignment=["id_ptr"])
 def _advance_kernel(
     value_ptr,
     id_ptr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pkgutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -95,6 +96,10 @@ def build_drafter(
             from sglang_dlite.platforms.cpu_drafter import prepare_drafter
 
             return prepare_drafter(drafter, sampled_drafts)
+        if device.startswith("cuda") and find_spec("triton") is not None:
+            from sglang_dlite.kernels.fused_drafter import prepare_drafter as prepare_on_gpu
+
+            return prepare_on_gpu(drafter)
         return drafter
     try:
         factory = pkgutil.resolve_name(spec)

@@ -81,7 +81,8 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--disaggregation-mode", "prefill"), "'prefill'"),
         (("--enable-return-hidden-states",), "True"),
         (("--return-hidden-states-mode", "last"), "'last'"),
-        (("--speculative-adaptive",), "True"),
+        (("--speculative-adaptive", "--speculative-use-rejection-sampling"), "True"),
+        (("--speculative-adaptive-config", "config.json"), "'config.json'"),
         (("--speculative-use-rejection-sampling",), "True"),
         (("--speculative-token-map", "map.pt"), "'map.pt'"),
         (("--enable-torch-compile",), "True"),
@@ -99,6 +100,21 @@ def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str)
     message = str(error.value)
     assert options[0] in message and f" = {value} is not supported" in message
     assert "DLITE" in message and "What to do: " in message
+
+
+def test_adaptive_width_is_ours_alone(resolve: Resolve) -> None:
+    """The worker reads what was typed; upstream's own controller must not start as well."""
+    args = resolve("--speculative-adaptive")
+    assert args.speculative_adaptive is False
+    assert args.speculative_num_draft_tokens == 8
+
+
+def test_adaptive_width_is_refused_on_cuda() -> None:
+    from sglang_dlite.speculative.refusals import REFUSALS
+
+    args = SimpleNamespace(device="cuda", _raw_input={"speculative_adaptive": True})
+    hits = [r for r in REFUSALS if r.option == "--speculative-adaptive" and r.value(args)]
+    assert len(hits) == 1 and "CPU only" in hits[0].reason
 
 
 def test_prefill_graphs_are_off(resolve: Resolve) -> None:

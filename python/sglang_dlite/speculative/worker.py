@@ -9,7 +9,7 @@ published, so that the scheduler's work overlaps it (docs/structures.md).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from sglang_dlite.speculative.inputs import DLiteDraftInput, DLiteVerifyInput
 from sglang_dlite.speculative.pivot_capture import PivotCapture, split_states
 from sglang_dlite.speculative.target_tokens import broadcast_from_rank0, target_tokens
 from sglang_dlite.speculative.token_groups import prefill_token_group
+from sglang_dlite.speculative.width_control import NOT_DRAFTED, WidthControl, make_width_control
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,13 @@ class DLiteWorker(BaseSpecWorker):
         self.capture = PivotCapture(runner.model, self.config.target_layer_ids)
         self.num_drafts = self.width - 1
         self._offsets = torch.arange(self.width, device=self.device)
+        # Resolution turns the flag off for upstream, whose controller is EAGLE's.
+        self.adaptive: WidthControl | None = (
+            make_width_control(self.width) if server_args.speculative_adaptive else None
+        )
         logger.info(
-            "DLITE: verify width %d, %d pivot states, no draft KV.",
+            "DLITE: verify width %s%d, %d pivot states, no draft KV.",
+            "1 to " if self.adaptive else "",
             self.width,
             self.config.num_pivot_states,
         )
@@ -95,6 +101,8 @@ class DLiteWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
+        if self.adaptive is not None:
+            self.adaptive.extended(len(batch.seq_lens))
         group = prefill_token_group(batch, anchor, self.config.anchor_group_size)
         states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
         result.next_draft_input = self._draft(states, group)
@@ -103,6 +111,11 @@ class DLiteWorker(BaseSpecWorker):
     def _verify(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         carried = batch.spec_info.hidden_states  # [n, K + E]
         drafts, earlier = carried[:, : self.num_drafts], carried[:, self.num_drafts :]
+        width = self.width
+        if self.adaptive is not None:
+            width = self.adaptive.width
+            # NOT_DRAFTED becomes token 0, verified like any other guess.
+            drafts = drafts[:, : width - 1].clamp(min=0)
         candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
         prefix_lens = batch.seq_lens  # [n], without the anchor
         forward_batch = self._verify_batch(batch, candidates)
@@ -118,7 +131,9 @@ class DLiteWorker(BaseSpecWorker):
         new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, self.width)]
+        if self.adaptive is not None:
+            self.adaptive.verified(len(prefix_lens))
+        states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, width)]
         logits_output.hidden_states = None
         group = next_token_group(earlier, candidates, accepted, self.config.anchor_group_size)
         return GenerationBatchResult(
@@ -127,21 +142,29 @@ class DLiteWorker(BaseSpecWorker):
             accept_lens=accept_lens,
             new_seq_lens=new_seq_lens,
             next_draft_input=self._draft(states, group),
-            speculative_num_draft_tokens=self.width,
+            speculative_num_draft_tokens=width,
             can_run_cuda_graph=target.can_run_cuda_graph,
             routed_experts_output=target.routed_experts_output,
             indexer_topk_output=target.indexer_topk_output,
             extra_keep_alive_refs=[forward_batch],
         )
 
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: Sequence[int], batch_size: int = 0
+    ) -> None:
+        """The scheduler has read a verify pass's result (upstream's hook for adaptive workers)."""
+        if self.adaptive is not None:
+            self.adaptive.completed(num_correct_drafts_per_req, batch_size)
+
     # -- parts ----------------------------------------------------------------------------------
 
     def _verify_batch(self, batch: Any, candidates: torch.Tensor) -> ForwardBatch:
         """The TARGET_VERIFY batch: D rows per request behind its committed prefix."""
         runner = self._target_worker.model_runner
+        width = candidates.shape[1]
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())
-        positions = batch.seq_lens.to(torch.int64)[:, None] + self._offsets  # [n, D]
+        positions = batch.seq_lens.to(torch.int64)[:, None] + self._offsets[:width]  # [n, D]
         # The scheduler has reserved 2 D slots per request; rejected rows are overwritten later.
         batch.out_cache_loc = (
             runner.req_to_token_pool.req_to_token[
@@ -153,13 +176,13 @@ class DLiteWorker(BaseSpecWorker):
         verify_input = DLiteVerifyInput(
             draft_token=candidates.reshape(-1),
             positions=positions.reshape(-1),
-            draft_token_num=self.width,
+            draft_token_num=width,
         )
         prefix_lens = batch.seq_lens
         prefix_lens_cpu, prefix_lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
         if prefix_lens_cpu is not None:
             # Host-planned backends (FlashInfer) want the length after the verify rows.
-            batch.seq_lens_cpu = prefix_lens_cpu + self.width
+            batch.seq_lens_cpu = prefix_lens_cpu + width
             batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         forward_batch, _ = verify_input.prepare_for_verify(
             batch, self._target_worker, defer_metadata_init=self.device == "cpu"
@@ -168,21 +191,24 @@ class DLiteWorker(BaseSpecWorker):
         if self.device == "cpu":
             # torch_native plans from the extend fields, which init_new leaves out for a verify.
             forward_batch.extend_prefix_lens = prefix_lens
-            forward_batch.extend_seq_lens = torch.full_like(prefix_lens, self.width)
-            forward_batch.seq_lens = prefix_lens + self.width
+            forward_batch.extend_seq_lens = torch.full_like(prefix_lens, width)
+            forward_batch.seq_lens = prefix_lens + width
         else:
             forward_batch.apply_deprecated_skip_attn_backend_init(True)
         return forward_batch
 
     def _draft(self, states: torch.Tensor, group: torch.Tensor) -> DLiteDraftInput:
         """states [n, S * h] and group [n, G] -> the next step's input."""
-        with torch.inference_mode():
-            block = self.drafter.draft(
-                split_states(states, self.config.num_pivot_states), group, self.embed
-            )
-        # One set of drafts for all ranks: acceptance compares against it. A shorter D verifies a
-        # prefix of the block.
-        drafts = broadcast_from_rank0(block.token_ids)[:, : self.num_drafts]  # [n, K]
+        if self.adaptive is not None and self.adaptive.width == 1:
+            drafts = group.new_full((group.shape[0], self.num_drafts), NOT_DRAFTED)  # [n, K]
+        else:
+            with torch.inference_mode():
+                block = self.drafter.draft(
+                    split_states(states, self.config.num_pivot_states), group, self.embed
+                )
+            # One set of drafts for all ranks: acceptance compares against it. A shorter D verifies
+            # a prefix of the block.
+            drafts = broadcast_from_rank0(block.token_ids)[:, : self.num_drafts]  # [n, K]
         earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
         return DLiteDraftInput(
             bonus_tokens=group[:, -1].contiguous(),

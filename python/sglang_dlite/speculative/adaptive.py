@@ -40,7 +40,7 @@ def expected_tokens(acceptance: Sequence[float], width: int) -> float:
 
 
 def choose_width(rates: Mapping[int, float], current: int, hysteresis: float) -> int:
-    """The width of the largest rate (tokens per second); `current` unless that is clearly better."""
+    """The width of the largest rate (tokens per second), or `current` if that is about as good."""
     best = max(rates, key=rates.__getitem__)
     keeps = current in rates and rates[best] <= rates[current] * (1 + hysteresis)
     return current if keeps else best

@@ -180,16 +180,17 @@ def test_noise_and_outliers() -> None:
     assert rate >= 0.93 * calm.best_rate(8)
 
 
-def test_contexts_that_grow_change_no_width() -> None:
-    """Steps become three times as slow, at every width; the widths not in use do not look cheap."""
+def test_a_machine_that_gets_slower_changes_no_width() -> None:
+    """Only the width in use is measured; the others must not look cheap for that (contexts grow,
+    other programs start)."""
     slowness = [1.0]
     machine = Machine(lambda n, d: roofline(n, d) * slowness[0], GOOD)
     machine.prefill(4)
     machine.decode(800)
     machine.widths.clear()
-    for _ in range(1000):
-        slowness[0] *= 1.0011
-        machine.decode(1)
+    for _ in range(10):
+        slowness[0] *= 1.5
+        machine.decode(100)
     assert machine.widths[8] > 900
 
 

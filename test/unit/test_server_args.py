@@ -89,7 +89,8 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--disaggregation-mode", "prefill"), "'prefill'"),
         (("--enable-return-hidden-states",), "True"),
         (("--return-hidden-states-mode", "last"), "'last'"),
-        (("--speculative-adaptive",), "True"),
+        (("--speculative-adaptive", "--speculative-use-rejection-sampling"), "True"),
+        (("--speculative-adaptive-config", "config.json"), "'config.json'"),
         (("--speculative-token-map", "map.pt"), "'map.pt'"),
         (("--enable-torch-compile",), "True"),
         (("--enable-strict-thinking", "--reasoning-parser", "qwen3"), "True"),
@@ -160,6 +161,21 @@ def test_lora_passes_upstreams_check_at_one_width(
     args = ServerArgs(model_path="", speculative_algorithm=algorithm, speculative_adaptive=adaptive)
     with pytest.raises(ValueError, match=words) if words else nullcontext():
         lora_hook.check_lora_speculative_compatibility(args)
+
+
+def test_adaptive_width_is_ours_alone(resolve: Resolve) -> None:
+    """The worker reads what was typed; upstream's own controller must not start as well."""
+    args = resolve("--speculative-adaptive")
+    assert args.speculative_adaptive is False
+    assert args.speculative_num_draft_tokens == 8
+
+
+def test_adaptive_width_is_refused_on_cuda() -> None:
+    from sglang_dlite.speculative.refusals import REFUSALS
+
+    args = SimpleNamespace(device="cuda", _raw_input={"speculative_adaptive": True})
+    hits = [r for r in REFUSALS if r.option == "--speculative-adaptive" and r.value(args)]
+    assert len(hits) == 1 and "CPU only" in hits[0].reason
 
 
 def test_prefill_graphs_are_off(resolve: Resolve) -> None:

@@ -83,6 +83,8 @@ def resolve_early(server_args: Any, previous: Any) -> None:
         config = read_drafter_config(drafter_path(view), view.speculative_draft_model_revision)
         if view.speculative_num_draft_tokens is None:
             declare_resolution(server_args, "dlite", speculative_num_draft_tokens=config.block_size)
+        # Upstream's controller is EAGLE's; ours goes by what the user typed (worker.py).
+        declare_resolution(server_args, "dlite", speculative_adaptive=False)
         # A replayed prefill graph runs without the hooks of the pivot capture.
         declare_resolution(server_args, "dlite", disable_prefill_cuda_graph=True)
     previous(server_args)

@@ -56,6 +56,15 @@ def _device(args: Any) -> Any:
     return None if args.device == "cuda" else args.device
 
 
+def _adaptive_on_cuda(args: Any) -> Any:
+    return None if args.device == "cpu" else _given("speculative_adaptive")(args)
+
+
+def _adaptive_with_rejection(args: Any) -> Any:
+    rejection = _given("speculative_use_rejection_sampling")(args)
+    return rejection and _given("speculative_adaptive")(args)
+
+
 def _metadata_glue_graph(args: Any) -> Any:
     from sglang.srt.environ import envs
 
@@ -198,15 +207,22 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--speculative-adaptive",
-        _given("speculative_adaptive"),
-        "the width is fixed in this version",
+        _adaptive_on_cuda,
+        "verify graphs and attention plans are made for one width; it is served on a CPU only",
         "drop the option and choose --speculative-num-draft-tokens",
+    ),
+    Refusal(
+        "--speculative-adaptive",
+        _adaptive_with_rejection,
+        "rejection sampling needs drawn drafts for every request, and adaptive width skips some",
+        "drop --speculative-use-rejection-sampling; the output law is the target's either way",
     ),
     *(
         Refusal(f"--{field.replace('_', '-')}", _given(field, 1.0), reason, DROP)
         for field, reason in (
             ("speculative_accept_threshold_single", "acceptance is exact"),
             ("speculative_accept_threshold_acc", "acceptance is exact"),
+            ("speculative_adaptive_config", "the policy measures and has no settings"),
             ("speculative_token_map", "the drafter has its own head"),
             ("speculative_draft_attention_backend", "the drafter has no attention backend"),
             ("speculative_draft_kv_cache_dtype", "the drafter has no KV cache"),

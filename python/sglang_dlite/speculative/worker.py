@@ -9,7 +9,7 @@ published, so that the scheduler's work overlaps it (docs/structures.md).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from sglang_dlite.drafter import DraftBlock
 from sglang_dlite.speculative.acceptance import match_drafts, next_token_group, pivot_rows
 from sglang_dlite.speculative.drafting import build_drafter, check_pair, require_sampled_drafts
 from sglang_dlite.speculative.inputs import (
@@ -32,6 +33,7 @@ from sglang_dlite.speculative.rejection import RejectionSampling
 from sglang_dlite.speculative.target_tokens import broadcast_from_rank0, target_tokens
 from sglang_dlite.speculative.token_groups import prefill_token_group
 from sglang_dlite.speculative.verify_logits import Barrier, VerifyLogits
+from sglang_dlite.speculative.width_control import NOT_DRAFTED, WidthControl, make_width_control
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +72,13 @@ class DLiteWorker(BaseSpecWorker):
             sampled_drafter = require_sampled_drafts(self.drafter)
             self.rejection = RejectionSampling(sampled_drafter, self.width, self.device)
         self.options = VerifyLogits(self.width, lambda: runner.req_to_token_pool.req_to_token)
+        # Resolution turns the flag off for upstream, whose controller is EAGLE's.
+        self.adaptive: WidthControl | None = (
+            make_width_control(self.width) if server_args.speculative_adaptive else None
+        )
         logger.info(
-            "DLITE: verify width %d, %d pivot states, no draft KV.",
+            "DLITE: verify width %s%d, %d pivot states, no draft KV.",
+            "1 to " if self.adaptive else "",
             self.width,
             self.config.num_pivot_states,
         )
@@ -114,6 +121,8 @@ class DLiteWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
+        if self.adaptive is not None:
+            self.adaptive.extended(len(batch.seq_lens))
         group = prefill_token_group(batch, anchor, self.config.anchor_group_size)
         states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
         result.next_draft_input = self._draft(states, group, batch, batch.seq_lens)
@@ -127,6 +136,11 @@ class DLiteWorker(BaseSpecWorker):
         drafts, earlier, packed = carried.tensor_split(
             (self.num_drafts, self.num_drafts + num_earlier), dim=1
         )
+        width = self.width
+        if self.adaptive is not None:
+            width = self.adaptive.width
+            # NOT_DRAFTED becomes token 0, verified like any other guess.
+            drafts = drafts[:, : width - 1].clamp(min=0)
         candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
         prefix_lens = batch.seq_lens  # [n], without the anchor
         forward_batch = self._verify_batch(batch, candidates)
@@ -153,8 +167,10 @@ class DLiteWorker(BaseSpecWorker):
         new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
+        if self.adaptive is not None:
+            self.adaptive.verified(len(prefix_lens))
         self.options.after_step(batch, accepted.output_ids)
-        states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, self.width)]
+        states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, width)]
         logits_output.hidden_states = None
         group = next_token_group(earlier, candidates, accepted, self.config.anchor_group_size)
         return GenerationBatchResult(
@@ -163,21 +179,29 @@ class DLiteWorker(BaseSpecWorker):
             accept_lens=accept_lens,
             new_seq_lens=new_seq_lens,
             next_draft_input=self._draft(states, group, batch, new_seq_lens),
-            speculative_num_draft_tokens=self.width,
+            speculative_num_draft_tokens=width,
             can_run_cuda_graph=target.can_run_cuda_graph,
             routed_experts_output=target.routed_experts_output,
             indexer_topk_output=target.indexer_topk_output,
             extra_keep_alive_refs=[forward_batch],
         )
 
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: Sequence[int], batch_size: int = 0
+    ) -> None:
+        """The scheduler has read a verify pass's result (upstream's hook for adaptive workers)."""
+        if self.adaptive is not None:
+            self.adaptive.completed(num_correct_drafts_per_req, batch_size)
+
     # -- parts ----------------------------------------------------------------------------------
 
     def _verify_batch(self, batch: Any, candidates: torch.Tensor) -> ForwardBatch:
         """The TARGET_VERIFY batch: D rows per request behind its committed prefix."""
         runner = self._target_worker.model_runner
+        width = candidates.shape[1]
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())
-        positions = batch.seq_lens.to(torch.int64)[:, None] + self._offsets  # [n, D]
+        positions = batch.seq_lens.to(torch.int64)[:, None] + self._offsets[:width]  # [n, D]
         # The scheduler has reserved 2 D slots per request; rejected rows are overwritten later.
         batch.out_cache_loc = (
             runner.req_to_token_pool.req_to_token[
@@ -189,13 +213,13 @@ class DLiteWorker(BaseSpecWorker):
         verify_input = DLiteVerifyInput(
             draft_token=candidates.reshape(-1),
             positions=positions.reshape(-1),
-            draft_token_num=self.width,
+            draft_token_num=width,
         )
         prefix_lens = batch.seq_lens
         prefix_lens_cpu, prefix_lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
         if prefix_lens_cpu is not None:
             # Host-planned backends (FlashInfer) want the length after the verify rows.
-            batch.seq_lens_cpu = prefix_lens_cpu + self.width
+            batch.seq_lens_cpu = prefix_lens_cpu + width
             batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         forward_batch, _ = verify_input.prepare_for_verify(
             batch, self._target_worker, defer_metadata_init=self.device == "cpu"
@@ -204,8 +228,8 @@ class DLiteWorker(BaseSpecWorker):
         if self.device == "cpu":
             # torch_native plans from the extend fields, which init_new leaves out for a verify.
             forward_batch.extend_prefix_lens = prefix_lens
-            forward_batch.extend_seq_lens = torch.full_like(prefix_lens, self.width)
-            forward_batch.seq_lens = prefix_lens + self.width
+            forward_batch.extend_seq_lens = torch.full_like(prefix_lens, width)
+            forward_batch.seq_lens = prefix_lens + width
         else:
             forward_batch.apply_deprecated_skip_attn_backend_init(True)
         return forward_batch
@@ -218,23 +242,28 @@ class DLiteWorker(BaseSpecWorker):
         anchor_positions: torch.Tensor,
     ) -> DLiteDraftInput:
         """states [n, S * h], group [n, G] and anchor_positions [n] -> the next step's input."""
-        pivot_states = split_states(states, self.config.num_pivot_states)
-        info = batch.sampling_info
-        with torch.inference_mode():
-            if self.rejection is None or info.is_all_greedy:
-                block = self.drafter.draft(pivot_states, group, self.embed)
-            else:
-                block = self.rejection.draft(
-                    pivot_states, group, self.embed, info, anchor_positions
-                )
-        # One set of drafts for all ranks: acceptance compares against it. A shorter D verifies a
-        # prefix of the block.
-        drafts = broadcast_from_rank0(block.token_ids)[:, : self.num_drafts]  # [n, K]
         earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
-        carried = [drafts, earlier]
-        if self.rejection is not None:
-            carried.append(pack_vectors(block.head_vectors[:, : self.num_drafts]))  # [n, P]
+        if self.adaptive is not None and self.adaptive.width == 1:
+            drafts = group.new_full((group.shape[0], self.num_drafts), NOT_DRAFTED)  # [n, K]
+            carried = [drafts, earlier]
+        else:
+            block = self._draft_block(states, group, batch.sampling_info, anchor_positions)
+            # One set of drafts for all ranks: acceptance compares against it. A shorter D verifies
+            # a prefix of the block.
+            drafts = broadcast_from_rank0(block.token_ids)[:, : self.num_drafts]  # [n, K]
+            carried = [drafts, earlier]
+            if self.rejection is not None:
+                carried.append(pack_vectors(block.head_vectors[:, : self.num_drafts]))  # [n, P]
         return DLiteDraftInput(
             bonus_tokens=group[:, -1].contiguous(),
             hidden_states=torch.cat(carried, dim=1),
         )
+
+    def _draft_block(
+        self, states: torch.Tensor, group: torch.Tensor, info: Any, anchor_positions: torch.Tensor
+    ) -> DraftBlock:
+        pivot_states = split_states(states, self.config.num_pivot_states)
+        with torch.inference_mode():
+            if self.rejection is None or info.is_all_greedy:
+                return self.drafter.draft(pivot_states, group, self.embed)
+            return self.rejection.draft(pivot_states, group, self.embed, info, anchor_positions)

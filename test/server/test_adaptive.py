@@ -1,0 +1,159 @@
+"""Adaptive width is lossless: token ids equal plain decoding's while the width changes each step.
+
+fp32, oracle drafts, a scripted policy (scripted_widths.py); then the real policy in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
+from references import References
+from scripted_widths import (
+    SCRIPT,
+    predict_histogram,
+    settled_widths,
+    widths_environment,
+    write_script,
+)
+from workloads import CHUNK
+
+pytestmark = pytest.mark.server
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One engine start."""
+
+    name: str
+    drafter: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    slow: bool = True
+
+
+OVERLAP = {"DLITE_CPU_OVERLAP": "1"}
+CONFIGURATIONS = (
+    Configuration("overlap", {"anchor_group_size": 3}, env=OVERLAP, slow=False),
+    Configuration("no-overlap", {"anchor_group_size": 2}),
+    Configuration(
+        "overlap-chunked",
+        env=OVERLAP,
+        server={"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True, "page_size": 16},
+    ),
+    Configuration("retracted", env={"SGLANG_TEST_RETRACT": "1"}),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(c, id=c.name, marks=pytest.mark.slow if c.slow else ()) for c in CONFIGURATIONS
+    ],
+)
+def configuration(request: pytest.FixtureRequest) -> Configuration:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def widths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the script and of the log of widths."""
+    return tmp_path_factory.mktemp("widths")
+
+
+@pytest.fixture(scope="module")
+def running(
+    configuration: Configuration, references: References, launch_oracle: LaunchOracle, widths: Path
+) -> Iterator[OracleEngine]:
+    with launch_oracle(
+        references.target,
+        references.table,
+        configuration.drafter,
+        {**configuration.env, **widths_environment(widths)},
+        speculative_adaptive=True,
+        **configuration.server,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def scripted(running: OracleEngine, widths: Path) -> None:
+    write_script(widths, SCRIPT)
+
+
+@pytest.mark.parametrize("pattern", ["mixed", "right", "wrong", "cycle"])
+def test_concurrent_requests_at_changing_widths(
+    running: OracleEngine, references: References, widths: Path, pattern: str
+) -> None:
+    requests = references.requests["mixed"]
+    answers = running.play(requests, pattern)
+    assert output_ids(answers) == references.expected("mixed")
+    assert set(settled_widths(widths)) == set(SCRIPT)  # else it tests nothing
+    drafted = any(sum(histogram[1:]) for histogram in histograms(answers))
+    assert drafted == (pattern != "wrong")
+
+
+@pytest.mark.parametrize("script", [(1,), (1, 8), (8, 1, 1), SCRIPT], ids=str)
+def test_acceptance_is_what_the_widths_allow(
+    running: OracleEngine, references: References, widths: Path, script: tuple[int, ...]
+) -> None:
+    """A lone request with right drafts keeps all but one row of every pass; no draft is lost where
+    the drafter was skipped in between, and it is skipped exactly before passes of width 1."""
+    request = references.requests["lengths"][-1]
+    write_script(widths, script)
+    answers = running.play([request], "right")
+    assert output_ids(answers) == references.expected("lengths")[-1:]
+    settled = settled_widths(widths)
+    assert histograms(answers) == [predict_histogram(settled, request.max_new_tokens)]
+    assert len(running.log()) == sum(width > 1 for width in settled)
+
+
+@pytest.mark.parametrize("name", ["boundary", "lengths", "turns", "biased", "context_end"])
+def test_other_workloads(running: OracleEngine, references: References, name: str) -> None:
+    for pattern in ("right", "cycle"):
+        answers = running.play(references.requests[name], pattern)
+        assert output_ids(answers) == references.expected(name)
+
+
+def test_stops_at_every_place_of_a_block(running: OracleEngine, references: References) -> None:
+    answers, expected = (
+        running.play(references.requests["stops"], "right"),
+        references.answers["stops"],
+    )
+    assert output_ids(answers) == output_ids(expected)
+    assert [a["meta_info"]["finish_reason"] for a in answers] == [
+        a["meta_info"]["finish_reason"] for a in expected
+    ]
+
+
+def test_logprobs(running: OracleEngine, references: References) -> None:
+    """One per token, each of its own row: the stride of the result follows the width."""
+    answers = running.play(references.requests["logprobs"], "cycle")
+    for answer, expected in zip(answers, references.answers["logprobs"], strict=True):
+        assert answer["output_ids"] == expected["output_ids"]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            assert len(answer["meta_info"][name]) == len(expected["output_ids"])
+        for mine, plain in zip(
+            answer["meta_info"]["output_token_logprobs"],
+            expected["meta_info"]["output_token_logprobs"],
+            strict=True,
+        ):
+            assert mine[1] == plain[1]
+            assert mine[0] == pytest.approx(plain[0], abs=1e-4)
+
+
+def test_the_policy_stops_drafting_where_drafts_are_wrong(
+    running: OracleEngine, configuration: Configuration, references: References, widths: Path
+) -> None:
+    requests = references.requests["mixed"]
+    write_script(widths, None)
+    answers = running.play(requests, "wrong")
+    assert output_ids(answers) == references.expected("mixed")
+    settled = settled_widths(widths)
+    late = settled[len(settled) // 2 :]
+    assert late.count(1) > 0.6 * len(late)
+    assert running.engine.get_server_info()["speculative_num_draft_tokens"] == running.width

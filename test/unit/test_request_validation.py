@@ -113,10 +113,10 @@ def scheduler(algorithm: str) -> SimpleNamespace:
 
 
 def test_upstreams_answer_comes_first_and_other_algorithms_are_left_alone() -> None:
-    refused = request(lora_id="adapter")
+    refused = request(return_hidden_states=True)
     assert check_request(lambda scheduler, req: "no", scheduler("DLITE"), refused) == "no"
     assert check_request(lambda scheduler, req: None, scheduler("EAGLE"), refused) is None
-    for bad, word in ((refused, "lora_path"), (request(origin_input_ids=[60]), "60")):
+    for bad, word in ((refused, "return_hidden_states"), (request(origin_input_ids=[60]), "60")):
         error = check_request(lambda scheduler, req: None, scheduler("DLITE"), bad)
         assert error is not None and word in error
     assert check_request(lambda scheduler, req: None, scheduler("DLITE"), request()) is None

@@ -42,8 +42,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "penalties": [
         {"frequency_penalty": 1.5},
         {"presence_penalty": 2.0},
-        {"repetition_penalty": 1.6},
         {"frequency_penalty": -1.2},
+        {"repetition_penalty": 1.6},
         {"repetition_penalty": 0.7},
         {"frequency_penalty": 0.9, "presence_penalty": -0.8, "logit_bias": BIAS},
         {"repetition_penalty": 1.4, "logit_bias": BIAS},

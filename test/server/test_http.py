@@ -166,7 +166,7 @@ CHAT = {"model": "default", "max_tokens": 4, "messages": [{"role": "user", "cont
 
 
 def test_a_chat_reply_that_follows_a_schema(client: Client) -> None:
-    """What tool calls and response_format come down to: a grammar, beside penalties."""
+    """A grammar, beside a penalty."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
     body = {
         **CHAT,
@@ -179,19 +179,6 @@ def test_a_chat_reply_that_follows_a_schema(client: Client) -> None:
     choice = reply.json()["choices"][0]
     assert json.loads(choice["message"]["content"])["a"] in (1, 22)
     assert choice["finish_reason"] == "stop"
-    tool = {"name": "look", "parameters": schema}
-    reply = client.http.post(
-        "/v1/chat/completions",
-        json={
-            **CHAT,
-            "max_tokens": 200,
-            "tools": [{"type": "function", "function": tool}],
-            "tool_choice": "required",
-        },
-    )
-    assert reply.status_code == 200, reply.text
-    calls = reply.json()["choices"][0]["message"]["tool_calls"]
-    assert calls and all(json.loads(c["function"]["arguments"])["a"] in (1, 22) for c in calls)
 
 
 @pytest.mark.parametrize(

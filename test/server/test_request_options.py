@@ -196,14 +196,15 @@ def penalised_law(
 
 
 def test_the_law_of_sampled_tokens_with_a_penalty(
-    running: OracleEngine, configuration: Configuration, references: References
+    running: OracleEngine, references: References
 ) -> None:
-    """Temperature above 0: the first token is the prefill's, the others come of verify rows."""
-    if configuration.name != "overlap":
-        pytest.skip("once is enough")
+    """Temperature above 0: the first token is the prefill's, the others come of verify rows.
+
+    Without the penalty the law would be another by a total variation of 0.43.
+    """
     samples, length = 800, 4
     params = {"temperature": 2.0, "top_k": 2, "frequency_penalty": -1.2}
-    recorded = references.requests["penalties"][3]
+    recorded = references.requests["penalties"][2]
     assert recorded.params["frequency_penalty"] == params["frequency_penalty"]
     request = Request(recorded.prompt, recorded.sequence, length, params)
     answers = running.play([request] * samples, "right")

@@ -151,6 +151,7 @@ def test_the_kernels_are_chosen_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(drafting, "load_drafter", lambda path, device, dtype: loaded)
     built = drafting.build_drafter("folder", None, "cuda", torch.bfloat16)
     assert isinstance(built, FusedDrafter)
+    assert drafting.require_sampled_drafts(built) is built  # serves rejection sampling too
 
 
 def test_a_failure_of_the_kernels_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

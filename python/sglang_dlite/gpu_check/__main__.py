@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sglang_dlite import __version__
+from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.gpu_check.drafters import OFFICIAL, random_drafter, random_table
 from sglang_dlite.gpu_check.report import Report
 
@@ -93,7 +94,6 @@ def describe() -> dict[str, Any]:
 def check_draft_step(report: Report, deadline: float) -> None:
     """Kernels, fused step, graphs, times: without SGLang."""
     from sglang_dlite.gpu_check import parity, timing
-    from sglang_dlite.kernels.fused_drafter import FusedDrafter
 
     torch.backends.cuda.matmul.allow_tf32 = False  # references are exact
     for name, config in OFFICIAL.items():
@@ -107,26 +107,35 @@ def check_draft_step(report: Report, deadline: float) -> None:
     print(f"copy bandwidth: {bandwidth / 1e9:.0f} GB/s")
     for name, config in OFFICIAL.items():
         with report.part(f"{name}: graphs and times"):
-            module: Any = random_drafter(config, DEVICE, torch.bfloat16)
-            table = random_table(config, DEVICE, torch.bfloat16)
-            capture = timing.cuda_capture
-            timer = timing.DraftTimer(
-                report, name, config, table, bandwidth, timing.cuda_timer, capture, deadline
-            )
-            parity.check_graph(report, f"{name} torch", module, table, GRAPH_SIZES, capture)
-            timer.run("eager", module, TIMED_SIZES, graph=False)
-            timer.run("graph", module, TIMED_SIZES, graph=True)
-            fused = FusedDrafter(module)
-            parity.check_graph(report, f"{name} kernels", fused, table, GRAPH_SIZES, capture)
-            ratios = timer.run("graph + kernels", fused, TIMED_SIZES, graph=True)
-            if 1 in ratios:
-                met = "met" if ratios[1] <= timing.GOAL else "not met"
-                report.note(
-                    f"{name}, graph + kernels, n = 1: {ratios[1]:.2f} x the bandwidth bound; the "
-                    f"goal of {timing.GOAL} is {met}"
-                )
-        module = fused = table = timer = None
+            time_draft_step(report, name, config, bandwidth, deadline)
         free_memory()
+
+
+def time_draft_step(
+    report: Report, name: str, config: DLiteConfig, bandwidth: float, deadline: float
+) -> None:
+    """Graph = eager, and times: the torch module eager and in a graph, the kernels in a graph."""
+    from sglang_dlite.gpu_check import parity, timing
+    from sglang_dlite.kernels.fused_drafter import FusedDrafter
+
+    module = random_drafter(config, DEVICE, torch.bfloat16)
+    table = random_table(config, DEVICE, torch.bfloat16)
+    capture = timing.cuda_capture
+    timer = timing.DraftTimer(
+        report, name, config, table, bandwidth, timing.cuda_timer, capture, deadline
+    )
+    parity.check_graph(report, f"{name} torch", module, table, GRAPH_SIZES, capture)
+    timer.run("eager", module, TIMED_SIZES, graph=False)
+    timer.run("graph", module, TIMED_SIZES, graph=True)
+    fused = FusedDrafter(module)
+    parity.check_graph(report, f"{name} kernels", fused, table, GRAPH_SIZES, capture)
+    ratios = timer.run("graph + kernels", fused, TIMED_SIZES, graph=True)
+    if 1 in ratios:
+        met = "met" if ratios[1] <= timing.GOAL else "not met"
+        report.note(
+            f"{name}, graph + kernels, n = 1: {ratios[1]:.2f} x the bandwidth bound; the goal of "
+            f"{timing.GOAL} is {met}"
+        )
 
 
 def check_serving(report: Report) -> None:

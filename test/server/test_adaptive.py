@@ -93,8 +93,8 @@ def test_concurrent_requests_at_changing_widths(
     answers = running.play(requests, pattern)
     assert output_ids(answers) == references.expected("mixed")
     assert set(settled_widths(widths)) == set(SCRIPT)  # else it tests nothing
-    drafted = any(sum(histogram[1:]) for histogram in histograms(answers))
-    assert drafted == (pattern != "wrong")
+    if pattern != "wrong":  # there, only token 0 in place of a draft that was not made can be right
+        assert any(sum(histogram[1:]) for histogram in histograms(answers))
 
 
 @pytest.mark.parametrize("script", [(1,), (1, 8), (8, 1, 1), SCRIPT], ids=str)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 from sglang_dlite import ALGORITHM, SGLANG_VERSION
 
@@ -15,15 +17,20 @@ def register() -> None:
 
     Raises:
         RuntimeError: another sglang version is installed. SGLang logs the exception of a plugin
-            and goes on, so the user then meets 'Unknown speculative algorithm name': `sglang-dlite
-            check` explains it.
+            and goes on, so a server that needs this package is stopped when it starts, with the
+            same message.
     """
     installed = version("sglang")
     if installed != SGLANG_VERSION:
-        raise RuntimeError(
-            f"sglang-dlite is made for sglang {SGLANG_VERSION} and found {installed}: DLITE is not "
-            f"registered. Install sglang=={SGLANG_VERSION}."
+        message = "\n  ".join(
+            [
+                f"sglang-dlite is made for sglang {SGLANG_VERSION} and found {installed}: DLITE is "
+                f"not registered. Install sglang=={SGLANG_VERSION}.",
+                *_misfits(),
+            ]
         )
+        _stop_servers(message)
+        raise RuntimeError(message)
     from sglang_dlite.platforms import has_accelerator
     from sglang_dlite.speculative import algorithm, hooks
 
@@ -33,6 +40,34 @@ def register() -> None:
         register_attention()
     hooks.install()
     algorithm.register()
+
+
+def _misfits() -> list[str]:
+    """The hooks that do not fit another sglang."""
+    try:
+        from sglang_dlite.speculative import hooks
+    except ImportError as error:
+        return [f"the table of hooks does not load: {error}"]
+    return hooks.misfits()
+
+
+def _stop_servers(message: str) -> None:
+    """Stop a server that asks for DLITE or runs on our platform, as soon as it reads its options.
+
+    Raises:
+        ImportError: that sglang resolves its options in another way.
+    """
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    @register_resolution_hook("handle_missing_default_values")
+    def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
+        from sglang.srt.platforms import current_platform
+
+        algorithm = getattr(server_args, "speculative_algorithm", None) or ""
+        ours = type(current_platform).__module__.startswith("sglang_dlite.")
+        if ours or algorithm.upper() == ALGORITHM:
+            raise RuntimeError(message)
+        previous(server_args)
 
 
 def verify() -> list[str]:

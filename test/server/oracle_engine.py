@@ -30,6 +30,7 @@ class OracleEngine:
     def __init__(self, running: Any, folder: Path, drafter: Path) -> None:
         self.engine = running
         self.folder = folder
+        self.drafter = drafter
         self.info: dict[str, Any] = running.get_server_info()
         self.num_drafts: int = json.loads((drafter / "config.json").read_text())["block_size"] - 1
         self.width: int = self.info["speculative_num_draft_tokens"]

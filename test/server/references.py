@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import oracle
 import torch
 from engines import engine, play
+from option_workloads import OPTIONS, PROCESSOR, option_params, option_prompts
 from tiny_models import MAX_POSITIONS
 from workloads import RECORD_LEN, Request, base_prompts, mixed_requests, random_prompts
 from workloads import stop_requests as make_stop_requests
@@ -55,7 +56,7 @@ def record_references(target: Path, folder: Path) -> References:
         prompt_lens.append(len(prompt))
         return len(sequences) - 1
 
-    with engine(target) as running:
+    with engine(target, enable_custom_logit_processor=True) as running:
         text_of = running.tokenizer_manager.tokenizer.decode
 
         def plain(prompts: list[tuple[int, ...]], **params: Any) -> list[dict[str, Any]]:
@@ -117,6 +118,19 @@ def record_references(target: Path, folder: Path) -> References:
                 for p, a in zip(items, longer, strict=True)
             ]
             answers[name] = [truncated(answer, 30) for answer in longer]
+
+        for name in OPTIONS:
+            items = [
+                Request(
+                    p, -1, RECORD_LEN, params, True, PROCESSOR if name == "processors" else None
+                )
+                for p, params in zip(option_prompts(name), option_params(name), strict=True)
+            ]
+            answers[name] = play(running, items)
+            requests[name] = [
+                replace(request, sequence=keep(request.prompt, answer["output_ids"]))
+                for request, answer in zip(items, answers[name], strict=True)
+            ]
 
         at_end = random_prompts(11, [1004, 1005, 1006, 1010])
         requests["context_end"] = [Request(p, -1, MAX_POSITIONS - len(p)) for p in at_end]

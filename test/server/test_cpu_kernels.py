@@ -22,6 +22,8 @@ NEW_TOKENS = 12
 # Of log-probabilities, over six layers with activations rounded to 8 bits. Seen on qwen3: mean
 # 0.025 and worst 0.08 with the kernels, 0.026 and 0.13 without.
 ALLOWED = {"mean": 0.05, "worst": 0.3}
+# Where rounding sends a token to another expert. transformers' own bf16: mean 0.057, worst 0.40.
+ALLOWED_OF_EXPERTS = {"mean": 0.1, "worst": 0.8}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ ALLOWED = {"mean": 0.05, "worst": 0.3}
         pytest.param("qwen3", "0", marks=pytest.mark.slow),
         *(
             pytest.param(kind, switch, marks=pytest.mark.slow)
-            for kind in ("llama", "mistral", "qwen2")
+            for kind in ("llama", "mistral", "qwen2", "qwen3_moe", "gemma3")
             for switch in ("1", "0")
         ),
     ],
@@ -47,6 +49,17 @@ def test_log_probabilities(kind: str, switch: str, tmp_path: Path) -> None:
             sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
             return_logprob=True,
         )
+    error = log_probability_errors(target, prompts, answers)
+    print(f"{kind}, kernels {switch}: mean {error.mean():.4f}, worst {error.max():.4f}")
+    allowed = ALLOWED_OF_EXPERTS if kind == "qwen3_moe" else ALLOWED
+    assert error.mean() < allowed["mean"]
+    assert error.max() < allowed["worst"]
+
+
+def log_probability_errors(
+    target: Path, prompts: list[list[int]], answers: list[dict[str, Any]]
+) -> torch.Tensor:
+    """|served - fp32| of each output token's log-probability, NEW_TOKENS per prompt."""
     errors = []
     model = reference(target)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -57,10 +70,7 @@ def test_log_probabilities(kind: str, switch: str, tmp_path: Path) -> None:
         exact = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
         served = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         errors.append((served - exact).abs())
-    error = torch.cat(errors)
-    print(f"{kind}, kernels {switch}: mean {error.mean():.4f}, worst {error.max():.4f}")
-    assert error.mean() < ALLOWED["mean"]
-    assert error.max() < ALLOWED["worst"]
+    return torch.cat(errors)
 
 
 def reference(target: Path) -> Any:

@@ -162,31 +162,36 @@ def test_every_report_of_the_acceptance_length_agrees(
 
 
 PLAIN = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
-SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})
 CHAT = {"model": "default", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.mark.parametrize(
-    "option,value",
-    [
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", 0.25),
-        ("repetition_penalty", 1.5),
-        ("min_new_tokens", 2),
-        ("json_schema", SCHEMA),
-        ("regex", "a+"),
-        ("ebnf", 'root ::= "a"'),
-    ],
-)
-def test_unsupported_options_get_a_400_that_says_what_to_do(
-    client: Client, option: str, value: object
-) -> None:
-    params = {**PLAIN["sampling_params"], option: value}
-    reply = client.http.post("/generate", json={**PLAIN, "sampling_params": params})
-    assert reply.status_code == 400, reply.text
-    assert option in reply.text and "DLITE" in reply.text
-    assert "allowed is" in reply.text and "without speculation" in reply.text
-    assert client.http.post("/generate", json=PLAIN).status_code == 200
+def test_a_chat_reply_that_follows_a_schema(client: Client) -> None:
+    """What tool calls and response_format come down to: a grammar, beside penalties."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
+    body = {
+        **CHAT,
+        "max_tokens": 60,
+        "frequency_penalty": 0.5,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+    }
+    reply = client.http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    choice = reply.json()["choices"][0]
+    assert json.loads(choice["message"]["content"])["a"] in (1, 22)
+    assert choice["finish_reason"] == "stop"
+    tool = {"name": "look", "parameters": schema}
+    reply = client.http.post(
+        "/v1/chat/completions",
+        json={
+            **CHAT,
+            "max_tokens": 200,
+            "tools": [{"type": "function", "function": tool}],
+            "tool_choice": "required",
+        },
+    )
+    assert reply.status_code == 200, reply.text
+    calls = reply.json()["choices"][0]["message"]["tool_calls"]
+    assert calls and all(json.loads(c["function"]["arguments"])["a"] in (1, 22) for c in calls)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +200,16 @@ def test_unsupported_options_get_a_400_that_says_what_to_do(
         ("/generate", {**PLAIN, "return_hidden_states": True}),
         ("/generate", {**PLAIN, "custom_logit_processor": "x"}),
         ("/generate", {**PLAIN, "lora_path": "adapter"}),
-        ("/v1/chat/completions", {**CHAT, "frequency_penalty": 1.0}),
-        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"frequency_penalty": 9}}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"repetition_penalty": 0}}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"logit_bias": {"9999": 1}}}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"regex": "(unclosed"}}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"ebnf": "no grammar"}}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"json_schema": "{"}}),
+        (
+            "/generate",
+            {"input_ids": [1], "sampling_params": {"min_new_tokens": 2, "stop_token_ids": [9999]}},
+        ),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"temperature": -1}}),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"top_p": 2.0}}),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": -5}}),

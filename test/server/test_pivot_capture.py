@@ -40,7 +40,9 @@ def greedy(target: Path, prompt: tuple[int, ...], count: int) -> list[int]:
 Recorded = tuple[OracleEngine, list[Request], list[list[int]]]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
+@pytest.fixture(
+    scope="module", params=["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3"]
+)
 def recorded(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -29,7 +29,7 @@ _SHAPE = {
 
 
 def target_config(kind: str, **changes: object) -> object:
-    """An HF config of a supported class: llama, mistral, qwen2 or qwen3."""
+    """An HF config by model type, of the classes that DLITE serves, and of one that it refuses."""
     import transformers
 
     config_class = {
@@ -37,11 +37,31 @@ def target_config(kind: str, **changes: object) -> object:
         "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
         "gemma2": transformers.Gemma2Config,
+        "gemma3": transformers.Gemma3TextConfig,
     }[kind]
-    extra = {"head_dim": 32} if kind in ("qwen3", "gemma2") else {}
-    if kind == "mistral":
-        extra["sliding_window"] = None
+    extra: dict[str, object] = {
+        "mistral": {"sliding_window": None},
+        "qwen3": {"head_dim": 32},
+        "qwen3_moe": {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
+        "gemma2": {"head_dim": 32},
+        # Upstream always ties; every third layer sees the whole context, the others 16 tokens.
+        "gemma3": {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+            "sliding_window": 16,
+            "layer_types": [
+                "full_attention" if i % 3 == 2 else "sliding_attention" for i in range(NUM_LAYERS)
+            ],
+        },
+    }.get(kind, {})
     return config_class(**{**_SHAPE, **extra, **changes})
 
 
@@ -53,14 +73,19 @@ def make_target(path: Path, kind: str = "llama", seed: int = 0, **changes: objec
     """
     import transformers
 
+    # Gemma3 scales its embeddings by sqrt(h) = 8, and normalises what each block adds.
+    embedding_std = 0.1 if kind == "gemma3" else 1.0
     torch.manual_seed(seed)
     config = target_config(kind, **changes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() > 1:
                 # Large enough that attention and MLPs matter, so that text depends on history.
-                parameter.normal_(0.0, 1.0 if "embed" in name else 0.25)
+                parameter.normal_(0.0, embedding_std if "embed" in name else 0.25)
+        if kind == "gemma3":
+            # Tied embeddings echo the last token, unless the final norm turns the state.
+            model.model.norm.weight.normal_(-1.0, 1.0)
         if not config.tie_word_embeddings:
             model.lm_head.weight[NUM_PRINTABLE : VOCAB_SIZE - 1] = 0.0
     model.save_pretrained(path)

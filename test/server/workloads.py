@@ -21,6 +21,7 @@ class Request:
     max_new_tokens: int
     params: dict[str, Any] = field(default_factory=dict)
     logprobs: bool = False
+    processor: str | None = None
 
     @property
     def sampling_params(self) -> dict[str, Any]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from sglang_dlite.training import generate as command
 from sglang_dlite.training.answering import Answer, Answering
@@ -33,6 +37,7 @@ class FakeEngine:
 
     async def async_generate(self, input_ids: list[int], sampling_params: dict) -> dict:
         self.asked.append((input_ids, sampling_params))
+        number = len(self.asked)
         self.together += 1
         self.most = max(self.most, self.together)
         for _ in range(len(input_ids) % 5 + 1):  # answers come in another order
@@ -42,7 +47,7 @@ class FakeEngine:
             raise Killed
         ids = [65 + (sum(input_ids) + i) % 26 for i in range(20)]
         if sampling_params["temperature"]:
-            ids[0] = 65 + len(self.asked) % 26
+            ids[0] = 65 + number % 26
         return {"output_ids": ids, "meta_info": {"finish_reason": {"type": "stop", "matched": 0}}}
 
 
@@ -232,6 +237,37 @@ def test_repeated_questions_are_asked_again(target: Path, tmp_path: Path) -> Non
     asyncio.run(answering.run(prompts, 1))
     questions = [record["question"] for record in writer.done.values()]
     assert questions == ["the same question?", "another question?"]
+
+
+def test_questions_are_asked_many_at_once_and_none_is_wasted(
+    target: Path, tmp_path: Path, serve
+) -> None:
+    fake = serve(FakeEngine())
+    args = _args(target, tmp_path / "out", "--builtin", "self-instruct=5", "--max-new-tokens", "20")
+    assert command.run(args) == 0
+    sampled = [params["temperature"] > 0 for _, params in fake.asked]
+    assert len(_by_id(tmp_path / "out")) == 5
+    assert sampled[:3] == [True] * 3 and sum(sampled) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_sigterm_ends_a_run_and_its_engine_at_once(target: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("".join(json.dumps({"q": f"question {i}"}) + "\n" for i in range(5000)))
+    options = ["--target", str(target), "--out", str(out), "--prompts", f"{prompts}:q"]
+    options += ["--max-new-tokens", "20", "--max-total-tokens", "4096", "--context-length", "1024"]
+    with subprocess.Popen([sys.executable, "-m", "sglang_dlite.cli", "generate", *options]) as run:
+        process = psutil.Process(run.pid)
+        deadline = time.monotonic() + 240
+        while not any(part.stat().st_size for part in out.glob("part-*")):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        engine = process.children(recursive=True)
+        run.terminate()  # with thousands of requests to come
+        assert run.wait(60) == 143
+    assert engine and not psutil.wait_procs(engine, timeout=30)[1]
+    assert 0 < len(_by_id(out)) < 5000
 
 
 @pytest.mark.slow

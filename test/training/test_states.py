@@ -139,8 +139,8 @@ def test_an_unsupported_target_is_named() -> None:
         TargetShape.from_hf(config)
 
 
-def test_the_supported_targets_are_those_that_can_be_served() -> None:
+def test_the_supported_targets_can_be_served() -> None:
     from sglang_dlite.speculative import pivot_capture
     from sglang_dlite.training import targets
 
-    assert targets.SUPPORTED_TARGETS == pivot_capture.SUPPORTED_TARGETS
+    assert set(targets.SUPPORTED_TARGETS) <= set(pivot_capture.SUPPORTED_TARGETS)

@@ -19,7 +19,7 @@ def golden(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_drafter_config() -> Callable[..., DLiteConfig]:
     """A tiny valid DLiteConfig; keyword arguments replace fields."""
 

@@ -85,3 +85,18 @@ def test_what_needs_the_whole_sort_is_upstreams(change: str) -> None:
         return_filtered_probs=change == "filtered",
     )  # fmt: skip
     assert len(calls) == 1
+
+
+def test_filtered_weights_of_the_likeliest() -> None:
+    """As upstream's own; those beyond the cut are 0 there."""
+    probs = torch.softmax(6 * torch.randn(4, V, generator=torch.Generator().manual_seed(2)), -1)
+    top_k = torch.tensor([1 << 30, 5, 40, 1 << 30], dtype=torch.int32)
+    top_p, min_p = torch.tensor([0.7, 1.0, 0.9, 0.6]), torch.tensor([0.0, 0.0, 0.05, 0.0])
+    results = []
+    for function in (ours, upstream):
+        tokens, weights, ids, picked = function(
+            probs.clone(), top_k, top_p, min_p, True, None, None, return_filtered_probs=True
+        )
+        assert torch.equal(picked, probs.gather(1, tokens[:, None].long()).squeeze(1))
+        results.append(torch.zeros(4, V).scatter_(1, ids.long(), weights))
+    assert torch.equal(*results)

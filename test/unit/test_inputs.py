@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang_dlite.speculative.inputs import DLiteDraftInput, capture_verify_input
+from sglang_dlite.speculative.inputs import (
+    DLiteDraftInput,
+    capture_verify_input,
+    pack_vectors,
+    unpack_vectors,
+)
 
 
 def draft_input(rows: list[int], relayed: bool = False) -> DLiteDraftInput:
@@ -53,3 +59,19 @@ def test_verify_input_of_graph_capture() -> None:
     assert verify.draft_token_num == verify.max_tree_depth == 5
     assert verify.tree_topk == 1
     assert verify.capture_hidden_mode == CaptureHiddenMode.FULL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n,num_drafts,rank", [(0, 3, 4), (1, 1, 1), (5, 7, 3), (2, 4, 16)])
+def test_head_vectors_survive_the_relay(
+    n: int, num_drafts: int, rank: int, dtype: torch.dtype
+) -> None:
+    """Bit for bit, through an int64 row that also holds ids; K * R may be odd."""
+    vectors = torch.randn(n, num_drafts, rank, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed = pack_vectors(vectors)
+    assert packed.dtype == torch.int64 and packed.shape == (n, (num_drafts * rank + 1) // 2)
+    row = torch.cat([torch.arange(n)[:, None].expand(-1, 3), packed], dim=1)
+    relayed = torch.empty_like(row)
+    relayed[torch.arange(n)] = row
+    back = unpack_vectors(relayed[:, 3:], num_drafts, rank)
+    assert back.dtype == torch.float32 and torch.equal(back, vectors.float())

@@ -5,14 +5,18 @@ test/server/test_pivot_capture.py compares the real classes with transformers.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_dlite.speculative.pivot_capture import (
+    HYBRID_TARGETS,
     PivotCapture,
     UnsupportedTargetError,
+    require_supported_target,
     split_states,
 )
 from torch import nn
@@ -41,6 +45,32 @@ class Body(nn.Module):
         return hidden + 1000  # the final norm
 
 
+class ResidualLayer(nn.Module):
+    """Adds 1 with the residual beside the hidden state, as SGLang's Gemma3 does."""
+
+    def forward(self, positions, hidden_states, forward_batch, residual=None):  # type: ignore[no-untyped-def]
+        residual = hidden_states if residual is None else residual.add_(hidden_states)  # in place
+        return torch.ones_like(residual), residual
+
+
+class ResidualBody(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ResidualLayer() for _ in range(NUM_LAYERS))
+
+    def forward(self, input_ids, positions, forward_batch):  # type: ignore[no-untyped-def]
+        hidden = input_ids[:, None].float().repeat(1, 2) * 100
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(
+                positions=positions,
+                hidden_states=hidden,
+                forward_batch=forward_batch,
+                residual=residual,
+            )
+        return hidden + residual + 1000
+
+
 class LogitsProcessor(nn.Module):
     def forward(self, input_ids, hidden_states, lm_head, forward_batch, aux=None):  # type: ignore[no-untyped-def]
         return SimpleNamespace(hidden_states="upstream's own")
@@ -54,6 +84,12 @@ class LlamaForCausalLM(nn.Module):
     def forward(self, input_ids, positions, forward_batch):  # type: ignore[no-untyped-def]
         hidden = self.model(input_ids, positions, forward_batch)
         return self.logits_processor(input_ids, hidden, None, forward_batch)
+
+
+class Gemma3ForCausalLM(LlamaForCausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ResidualBody()
 
 
 class PhiForCausalLM(LlamaForCausalLM):
@@ -76,8 +112,9 @@ def expected(rows: list[int], layer_ids: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layer_ids", [(0, 2, 3), (3, 0), (3,), (1,), (2, 1, 0)])
-def test_rows_and_order(layer_ids: tuple[int, ...]) -> None:
-    model = LlamaForCausalLM()
+@pytest.mark.parametrize("target", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_rows_and_order(target: type[LlamaForCausalLM], layer_ids: tuple[int, ...]) -> None:
+    model = target()
     PivotCapture(model, layer_ids)
     verify = split_states(run(model, ForwardMode.TARGET_VERIFY), len(layer_ids))
     assert torch.equal(verify, expected([0, 1, 2, 3, 4, 5], layer_ids))
@@ -99,3 +136,28 @@ def test_a_body_that_runs_without_its_hooks_is_an_error(layer_ids: tuple[int, ..
 def test_an_untested_class_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedTargetError, match=r"'PhiForCausalLM' is not supported"):
         PivotCapture(PhiForCausalLM(), (0,))
+
+
+@pytest.mark.parametrize("name", HYBRID_TARGETS)
+def test_a_hybrid_is_refused_by_name_and_reason(name: str) -> None:
+    with pytest.raises(UnsupportedTargetError, match=rf"{name!r} is not supported \(a hybrid: "):
+        require_supported_target(name)
+
+
+def test_hybrid_names_are_classes_of_the_installed_sglang() -> None:
+    models = Path(find_spec("sglang.srt.models").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    sources = "".join(path.read_text() for path in models.glob("*.py"))
+    assert [name for name in HYBRID_TARGETS if f"class {name}(" not in sources] == []
+
+
+def test_layers_without_a_way_in_are_refused() -> None:
+    """Another sglang may have changed the decoder layers."""
+
+    class Changed(nn.Module):
+        def forward(self, positions, hidden_states):  # type: ignore[no-untyped-def]
+            return hidden_states
+
+    model = LlamaForCausalLM()
+    model.model.layers = nn.ModuleList([Changed()])
+    with pytest.raises(UnsupportedTargetError, match="neither `capture_output` nor `residual`"):
+        PivotCapture(model, (0,))

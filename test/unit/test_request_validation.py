@@ -6,14 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang_dlite.speculative.request_validation import check_request, request_error, token_error
+from sglang_dlite.speculative.request_validation import (
+    check_request,
+    processor_error,
+    request_error,
+    stop_error,
+    token_error,
+)
 
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
     """What `request_error` reads of upstream's Req."""
     capture = bool(fields.pop("return_hidden_states", False))
-    plain = {"custom_logit_processor": None, "lora_id": None, "origin_input_ids": [1, 2]}
+    plain = {"custom_logit_processor": None, "origin_input_ids": [1, 2]}
     return SimpleNamespace(
         sampling_params=SamplingParams(**(params or {})),
         return_hidden_states_mode=SimpleNamespace(need_capture=lambda: capture),
@@ -29,6 +36,12 @@ def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamesp
         {"max_new_tokens": 1, "stop": ["x"], "stop_token_ids": [1], "ignore_eos": True},
         {"logit_bias": {"1": 2.0}},
         {"n": 2},
+        {"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.1},
+        {"min_new_tokens": 3, "max_new_tokens": 9},
+        {"json_schema": "{}"},
+        {"regex": "a+"},
+        {"ebnf": "root ::= 'a'"},
+        {"structural_tag": "{}"},
     ],
 )
 def test_served_options(params: dict[str, Any]) -> None:
@@ -38,25 +51,47 @@ def test_served_options(params: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "params,fields,value",
     [
-        ({"frequency_penalty": 0.5}, {}, "0.5"),
-        ({"presence_penalty": -0.5}, {}, "-0.5"),
-        ({"repetition_penalty": 1.1}, {}, "1.1"),
-        ({"min_new_tokens": 3, "max_new_tokens": 9}, {}, "3"),
-        ({"json_schema": "{}"}, {}, "..."),
-        ({"regex": "a+"}, {}, "..."),
-        ({"ebnf": "root ::= 'a'"}, {}, "..."),
-        ({"structural_tag": "{}"}, {}, "..."),
-        ({}, {"custom_logit_processor": "p"}, "..."),
         ({}, {"return_hidden_states": True}, "True"),
-        ({}, {"lora_id": "adapter"}, "adapter"),
     ],
 )
 def test_refused_options(params: dict[str, Any], fields: dict[str, Any], value: str) -> None:
     error = request_error(request(params, **fields))
-    option = next(iter(params), None) or next(iter(fields)).replace("lora_id", "lora_path")
+    option = next(iter(params), None) or next(iter(fields))
     assert error is not None
     assert option in error and value in error
     assert "allowed is" in error and "without speculation" in error
+
+
+def not_a_processor() -> str:
+    import json
+
+    import dill
+
+    return json.dumps({"callable": dill.dumps(dict).hex()})
+
+
+@pytest.mark.parametrize(
+    "serialized", ["x", "[]", '{"callable": "00"}', '{"callable": "zz"}', not_a_processor()]
+)
+def test_a_processor_that_cannot_be_read(serialized: str) -> None:
+    """Upstream would read it while it forms a batch, and end the scheduler."""
+    error = request_error(request(custom_logit_processor=serialized))
+    assert error is not None and "custom_logit_processor" in error
+    assert "allowed is" in error and "to_str()" in error
+
+
+def test_a_processor_that_can_be_read() -> None:
+    assert processor_error(DisallowedTokensLogitsProcessor.to_str()) is None
+    assert processor_error(None) is None
+
+
+@pytest.mark.parametrize("bad", [-1, 50, 10**6])
+def test_stop_tokens_that_min_new_tokens_cannot_hold_back(bad: int) -> None:
+    limits = {"stop_token_ids": [3, bad], "max_new_tokens": 9}
+    error = stop_error(SamplingParams(min_new_tokens=2, **limits), 50)
+    assert error is not None and f"stop_token_ids holds {bad}" in error and "0..49" in error
+    assert stop_error(SamplingParams(**limits), 50) is None
+    assert stop_error(SamplingParams(min_new_tokens=2, stop_token_ids=[3, 49]), 50) is None
 
 
 @pytest.mark.parametrize("ids,bad", [([0, 50], 50), ([-1, 3], -1), ([10**6], 10**6)])
@@ -78,10 +113,10 @@ def scheduler(algorithm: str) -> SimpleNamespace:
 
 
 def test_upstreams_answer_comes_first_and_other_algorithms_are_left_alone() -> None:
-    refused = request({"frequency_penalty": 0.5})
+    refused = request(lora_id="adapter")
     assert check_request(lambda scheduler, req: "no", scheduler("DLITE"), refused) == "no"
     assert check_request(lambda scheduler, req: None, scheduler("EAGLE"), refused) is None
-    for bad, word in ((refused, "frequency_penalty"), (request(origin_input_ids=[60]), "60")):
+    for bad, word in ((refused, "lora_path"), (request(origin_input_ids=[60]), "60")):
         error = check_request(lambda scheduler, req: None, scheduler("DLITE"), bad)
         assert error is not None and word in error
     assert check_request(lambda scheduler, req: None, scheduler("DLITE"), request()) is None

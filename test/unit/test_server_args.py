@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import tiny_models
 from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.speculative.drafter_files import read_drafter_config
 from sglang_dlite.speculative.drafting import build_drafter, check_pair
+from sglang_dlite.speculative.refusals import REFUSALS
 
 Resolve = Callable[..., Any]
 
@@ -78,15 +80,21 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--attn-dp-size", "2", "--tp-size", "2"), "2"),
         (("--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "2"),
         (("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"), "True"),
+        (
+            ("--lora-paths", "name=path"),
+            "[",
+        ),
+        (("--enable-attn-tp-input-scattered",), "True"),
+        (("--enable-layernorm-sp", "--tp-size", "2"), "True"),
         (("--disaggregation-mode", "prefill"), "'prefill'"),
         (("--enable-return-hidden-states",), "True"),
         (("--return-hidden-states-mode", "last"), "'last'"),
         (("--speculative-adaptive", "--speculative-use-rejection-sampling"), "True"),
         (("--speculative-adaptive-config", "config.json"), "'config.json'"),
-        (("--speculative-use-rejection-sampling",), "True"),
         (("--speculative-token-map", "map.pt"), "'map.pt'"),
         (("--enable-torch-compile",), "True"),
         (("--enable-strict-thinking", "--reasoning-parser", "qwen3"), "True"),
+        (("--grammar-backend", "outlines"), "'outlines'"),
         (("--speculative-num-steps", "5"), "5"),
         (("--speculative-eagle-topk", "4"), "4"),
         (("--speculative-accept-threshold-acc", "0.5"), "0.5"),
@@ -98,8 +106,61 @@ def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str)
     with pytest.raises(ValueError) as error:
         resolve(*options)
     message = str(error.value)
-    assert options[0] in message and f" = {value} is not supported" in message
+    assert options[0] in message and f" = {value}" in message and "is not supported" in message
     assert "DLITE" in message and "What to do: " in message
+
+
+def test_rejection_sampling_is_served(resolve: Resolve) -> None:
+    assert resolve("--speculative-use-rejection-sampling").speculative_use_rejection_sampling
+
+
+def test_no_seeds_on_a_cpu(resolve: Resolve) -> None:
+    """Upstream's seeded sampling hashes on CUDA only; without its flag it ignores seeds."""
+    with pytest.raises(ValueError, match=r"eterministic"):
+        resolve("--enable-deterministic-inference")
+
+
+@pytest.mark.parametrize(
+    "option,fields",
+    [
+        ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
+        ("--enable-two-batch-overlap", {"enable_two_batch_overlap": True}),
+    ],
+)
+def test_options_that_upstream_takes_on_a_gpu_only(option: str, fields: dict[str, Any]) -> None:
+    (refusal,) = (refusal for refusal in REFUSALS if refusal.option == option)
+    assert refusal.value(SimpleNamespace(device="cuda", **fields)) == next(iter(fields.values()))
+    assert refusal.value(SimpleNamespace(device="cuda")) is None
+
+
+def test_lora_is_refused_on_a_cpu_only() -> None:
+    for refusal in REFUSALS:
+        if refusal.option in ("--enable-lora", "--lora-paths"):
+            given = {"enable_lora": True, "lora_paths": ["a=b"]}
+            assert refusal.value(SimpleNamespace(device="cuda", **given)) is None
+            assert refusal.value(SimpleNamespace(device="cpu", **given)) is not None
+
+
+@pytest.mark.parametrize(
+    "algorithm,adaptive,words",
+    [
+        ("DLITE", False, None),
+        ("DLITE", True, "--speculative-adaptive with --enable-lora"),
+        ("NGRAM", False, None),
+        ("UNO", False, "LoRA is only compatible with"),
+    ],
+)
+def test_lora_passes_upstreams_check_at_one_width(
+    algorithm: str, adaptive: bool, words: str | None
+) -> None:
+    from sglang.srt.arg_groups import lora_hook
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    args = ServerArgs(model_path="", speculative_algorithm=algorithm, speculative_adaptive=adaptive)
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        lora_hook.check_lora_speculative_compatibility(args)
 
 
 def test_adaptive_width_is_ours_alone(resolve: Resolve) -> None:
@@ -122,16 +183,26 @@ def test_prefill_graphs_are_off(resolve: Resolve) -> None:
     assert resolve().disable_prefill_cuda_graph is True
 
 
+@pytest.mark.parametrize(
+    "architecture,reason",
+    [("PhiForCausalLM", ""), ("Qwen3NextForCausalLM", r" \(a hybrid: .*\)")],
+)
 def test_an_unsupported_target_is_refused_before_it_is_read(
-    resolve: Resolve, target: Path, monkeypatch: pytest.MonkeyPatch
+    resolve: Resolve,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    reason: str,
 ) -> None:
     config = json.loads((target / "config.json").read_text())
-    config["architectures"] = ["PhiForCausalLM"]
+    config["architectures"] = [architecture]
     monkeypatch.setattr(
         "sglang.srt.utils.hf_transformers_utils.get_config",
         lambda *args, **kwargs: SimpleNamespace(**config),
     )
-    with pytest.raises(ValueError, match=r"'PhiForCausalLM' is not supported; supported are Llama"):
+    with pytest.raises(
+        ValueError, match=f"{architecture!r} is not supported{reason}; supported are "
+    ):
         resolve()
 
 

@@ -10,6 +10,7 @@ from sglang_dlite.drafter.checkpoint import CheckpointError, load_drafter, save_
 from sglang_dlite.drafter.config import DLiteConfig, DrafterConfigError
 from sglang_dlite.drafter.history import HistoryAwareDrafter, HistoryWindow
 from sglang_dlite.drafter.model import DLiteDrafter, DraftBlock
+from sglang_dlite.drafter.sampling import temperature_law
 
 __all__ = [
     "CheckpointError",
@@ -21,4 +22,5 @@ __all__ = [
     "HistoryWindow",
     "load_drafter",
     "save_drafter",
+    "temperature_law",
 ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sglang_dlite.drafter.backbone import DecoderLayer, RMSNorm, build_constants
 from sglang_dlite.drafter.config import DLiteConfig
+from sglang_dlite.drafter.sampling import draw, temperature_law
 from sglang_dlite.drafter.sequential_head import SequentialHead
 
 # The target's input embedding: ids [...] int64 -> [..., h]. Frozen, never part of the drafter.
@@ -124,6 +127,59 @@ class DLiteDrafter(nn.Module):
     @torch.no_grad()
     def draft_from(self, prediction_hidden: Tensor, token_group: Tensor) -> DraftBlock:
         """The greedy block from the backbone's hiddens [n, K, h]: the serial half of `draft`."""
+        # Not argmax, which is the slower of the two over a bf16 row on a CPU.
+        return self._chain(
+            prediction_hidden,
+            token_group,
+            lambda _, vector: self.draft_logits(vector).max(dim=-1).indices,
+        )
+
+    @torch.no_grad()
+    def draft_sampled(
+        self,
+        pivot_states: Tensor,
+        token_group: Tensor,
+        embed: Embed,
+        temperatures: Tensor,
+        greedy: Tensor,
+        uniforms: Tensor,
+    ) -> DraftBlock:
+        """Draft one block, each token drawn from the law at the request's temperature.
+
+        The first arguments as in `draft`; temperatures [n] fp32 > 0; greedy [n] bool: these rows
+        take the most likely token; uniforms [n, K] fp64 in [0, 1). Token k has the law
+        `temperature_law(law_logits(u_k), temperatures)`. Shapes depend on n only and nothing is
+        read back, as in `draft`.
+        """
+
+        def choose(k: int, vector: Tensor) -> Tensor:
+            logits = self.law_logits(vector)  # [n, V]
+            drawn = draw(temperature_law(logits, temperatures), uniforms[:, k])
+            return torch.where(greedy, logits.argmax(dim=-1), drawn)
+
+        return self._chain(self.backbone(pivot_states, token_group, embed), token_group, choose)
+
+    def law_logits(self, head_vectors: Tensor) -> Tensor:
+        """`draft_logits` [..., V] in fp32, whatever the weights are: the law that is drawn from.
+
+        Rejection sampling computes it twice, one row at a time and for a block at once. In bf16
+        the two would round to different laws, and the output would follow neither; in fp32 they
+        differ by 1e-6 or so. TF32 matmuls change nothing for bf16 weights: it holds them exactly.
+        """
+        return F.linear(head_vectors.float(), self._output_weight_fp32)
+
+    @cached_property
+    def _output_weight_fp32(self) -> Tensor:
+        # A copy of V * R * 4 bytes unless the weights are fp32; they are frozen where this is used.
+        return self.sequential_head.output_proj.weight.detach().float()
+
+    def _chain(
+        self,
+        prediction_hidden: Tensor,
+        token_group: Tensor,
+        choose: Callable[[int, Tensor], Tensor],
+    ) -> DraftBlock:
+        """The serial loop; choose(k, u_k [n, R]) gives token k [n] int64, k from 0."""
         head = self.sequential_head
         projected = head.project_hidden(prediction_hidden)
         state = head.initial_state(token_group)
@@ -132,8 +188,7 @@ class DLiteDrafter(nn.Module):
         for k in range(self.config.num_drafts):
             state = head.advance(state, token)
             vectors.append(head.combine(state, projected[:, k]))
-            # Not argmax, which is the slower of the two over a bf16 row on a CPU.
-            token = self.draft_logits(vectors[-1]).max(dim=-1).indices
+            token = choose(k, vectors[-1])
             tokens.append(token)
         return DraftBlock(torch.stack(tokens, dim=1), torch.stack(vectors, dim=1))
 

@@ -44,8 +44,14 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Fill what the user left open; an explicit flag wins.
 
-        The last two are plain switches that can only be typed on, so nothing typed is overridden.
+        Two of them are plain switches that can only be typed on, so nothing typed is overridden.
+
+        Raises:
+            RuntimeError: a hook is not in place; without DLITE they are needed as well.
         """
+        from sglang_dlite.speculative.hooks import require_hooks
+
+        require_hooks()
         given = getattr(server_args, "_raw_input", None) or {}
         if given.get("attention_backend") is None:
             server_args.attention_backend = ATTENTION_BACKEND
@@ -54,6 +60,8 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The way back is an environment variable, for tests: two streams on one CPU gain nothing.
         if os.environ.get(OVERLAP_SWITCH, "0") != "1":
             server_args.disable_overlap_schedule = True
+        ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+        set_thread_environment(max(1, ranks // server_args.nnodes))
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm.upper() == ALGORITHM
@@ -62,6 +70,11 @@ class DLiteCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     # -- factories -----------------------------------------------------------------------------
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        # Upstream compiles small functions at their first call, the repetition penalty's among
+        # them: with inductor that is 13 s in a request, and without a C++ compiler the server dies.
+        return "eager"
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND

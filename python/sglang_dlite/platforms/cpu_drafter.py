@@ -13,14 +13,21 @@ from sglang_dlite.platforms.kernels import compiled_kernels
 from sglang_dlite.platforms.packed_linear import pack_drafter
 
 
-def prepare_drafter(drafter: DLiteDrafter) -> DLiteDrafter | CompiledDrafter:
+def prepare_drafter(
+    drafter: DLiteDrafter, sampled_drafts: bool = False
+) -> DLiteDrafter | CompiledDrafter | SampledCompiledDrafter:
     """The form of a loaded drafter that serves on this CPU; the argument may be changed.
 
     bf16 is compiled where the kernels are, else its matrices are packed; fp32 stays as it is.
+    The compiled step drafts greedily: with sampled_drafts the packed module serves beside it.
     """
     kernels = compiled_kernels()
     if kernels is not None and drafter.dtype == torch.bfloat16:
-        return CompiledDrafter(drafter, kernels)
+        compiled = CompiledDrafter(drafter, kernels)
+        if not sampled_drafts:
+            return compiled
+        pack_drafter(drafter)
+        return SampledCompiledDrafter(compiled, drafter)
     pack_drafter(drafter)
     return drafter
 
@@ -88,3 +95,13 @@ class CompiledDrafter:
         return DraftBlock(
             *self._step.draft(context, embed(queries).to(torch.bfloat16), token_group)
         )
+
+
+class SampledCompiledDrafter:
+    """Greedy drafts from the compiled step, drawn ones from the module (torch operators)."""
+
+    def __init__(self, compiled: CompiledDrafter, drafter: DLiteDrafter) -> None:
+        self.config = compiled.config
+        self.draft = compiled.draft
+        self.draft_sampled = drafter.draft_sampled
+        self.law_logits = drafter.law_logits

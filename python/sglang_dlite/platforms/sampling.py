@@ -31,8 +31,20 @@ def sample_rows(
     48 x V numbers per step. Each row's law stays the same; what it needs is done for it:
     the peak for top-k = 1, a plain draw without any filter, and the filters on the 256 likeliest
     tokens where the nucleus ends among them. Seeded rows are left to upstream, whose draw depends
-    on the order of the sort.
+    on the order of the sort. Where the filtered weights are asked for, those are the 256's too.
     """
+    count = None
+    if return_filtered_probs and sampling_seed is None and probs.device.type == "cpu":
+        count = _sufficient(probs, top_ks, top_ps)
+    if count is not None:
+        likeliest, ids = probs.topk(count, dim=-1)  # [n, 256]
+        places, weights, order, picked_weights = original(
+            likeliest, top_ks, top_ps, min_ps, need_min_p_sampling, None, positions,
+            return_filtered_probs=True,
+        )  # fmt: skip
+        ids = ids.to(torch.int32)
+        picked = ids.gather(1, places[:, None].long()).squeeze(1)
+        return picked, weights, ids.gather(1, order.long()), picked_weights
     if probs.device.type != "cpu" or sampling_seed is not None or return_filtered_probs:
         return original(
             probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions,

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_dlite.drafter.sampling import draw
+
 
 class Acceptance(NamedTuple):
     """What one verify pass keeps, for n requests and verify width D."""
@@ -31,6 +33,45 @@ def match_drafts(candidates: torch.Tensor, target_ids: torch.Tensor) -> Acceptan
     num_accepted = matches.cumprod(dim=1).sum(dim=1)  # [n]
     anchor = target_ids.gather(1, num_accepted[:, None]).squeeze(1)  # [n]
     return Acceptance(num_accepted, target_ids, anchor)
+
+
+def reject_drafts(
+    candidates: torch.Tensor,
+    target_law: torch.Tensor,
+    draft_law: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    draw_uniforms: torch.Tensor,
+) -> Acceptance:
+    """Rejection sampling: keep draft j with chance min(1, p_j / q_j), else draw from (p_j - q_j)+.
+
+    candidates [n, D] int64 is [anchor | drafts]; target_law [n, D, V] fp32 is p, row j for the
+    token after candidates[:, : j + 1]; draft_law [n, K, V] fp32 is q, the laws that the drafts
+    were really drawn from; rows of both sum to 1. accept_uniforms [n, K] and draw_uniforms [n]
+    fp64 are in [0, 1). A block that is kept whole is followed by a token drawn from p's last row.
+    The output has the target's law (Leviathan et al., arXiv 2211.17192, theorem 3.5; Chen et al.,
+    arXiv 2302.01318).
+
+    Where p is one token's (a greedy request), q plays no part: the draft is kept if it is that
+    token, and else the residual is that token's.
+    """
+    drafts = candidates[:, 1:]  # [n, K]
+    num_drafts = drafts.shape[1]
+    p = target_law[:, :-1].gather(2, drafts[:, :, None]).squeeze(2)  # [n, K]
+    q = draft_law.gather(2, drafts[:, :, None]).squeeze(2)  # [n, K]
+    kept = accept_uniforms.double() * q < p  # u < p / q; never where p = 0
+    num_accepted = kept.cumprod(dim=1).sum(dim=1)  # [n]
+
+    rows = torch.arange(len(candidates), device=candidates.device)
+    law = target_law[rows, num_accepted]  # [n, V]: of the first rejected draft, or the bonus
+    rejected = draft_law[rows, num_accepted.clamp(max=num_drafts - 1)]  # [n, V]
+    rejected = rejected * (num_accepted < num_drafts)[:, None]
+    residual = (law - rejected).clamp(min=0)
+    # p = q leaves no mass, and rejects nothing but by rounding.
+    residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, law)
+    anchor = draw(residual, draw_uniforms)  # [n]
+    output_ids = torch.cat([drafts, anchor[:, None]], dim=1)  # [n, D]
+    output_ids = output_ids.scatter(1, num_accepted[:, None], anchor[:, None])
+    return Acceptance(num_accepted, output_ids, anchor)
 
 
 def pivot_rows(num_accepted: torch.Tensor, width: int) -> torch.Tensor:

@@ -45,6 +45,10 @@ class DLiteAlgorithm(CustomSpecAlgo):
     def has_draft_kv(self) -> bool:
         return False
 
+    def supports_grammar_overlap(self) -> bool:
+        # The worker calls the scheduler's barrier before it reads a grammar's state.
+        return True
+
     def supports_mixed_chunk(self) -> bool:
         return True
 

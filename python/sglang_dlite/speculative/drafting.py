@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pkgutil
 from collections.abc import Callable
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -31,8 +32,54 @@ class Drafter(Protocol):
         ...
 
 
-def build_drafter(path: str, revision: str | None, device: str, dtype: torch.dtype) -> Drafter:
+@runtime_checkable
+class SampledDrafter(Drafter, Protocol):
+    """A drafter that can also draw its drafts, as rejection sampling needs it."""
+
+    def draft_sampled(
+        self,
+        pivot_states: torch.Tensor,
+        token_group: torch.Tensor,
+        embed: Embedding,
+        temperatures: torch.Tensor,
+        greedy: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> DraftBlock:
+        """As `DLiteDrafter.draft_sampled`; its head_vectors [n, K, R] are those of the drafts."""
+        ...
+
+    def law_logits(self, head_vectors: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [..., V], as `DLiteDrafter.law_logits`, of head vectors [..., R] in fp32."""
+        ...
+
+
+def require_sampled_drafts(drafter: Drafter) -> SampledDrafter:
+    """The drafter, if it can serve --speculative-use-rejection-sampling.
+
+    Raises:
+        ValueError: it is of a kind that only drafts greedily.
+    """
+    if isinstance(drafter, SampledDrafter):
+        return drafter
+    raise ValueError(
+        f"--speculative-use-rejection-sampling: {type(drafter).__name__} (made by "
+        f"{FACTORY_VARIABLE} = {os.environ.get(FACTORY_VARIABLE)!r}) has no draft_sampled and "
+        "law_logits; allowed are drafters that draw their drafts, as the checkpoint's own does. "
+        "Drop the option (the output's law is the target's either way), or unset the variable."
+    )
+
+
+def build_drafter(
+    path: str,
+    revision: str | None,
+    device: str,
+    dtype: torch.dtype,
+    sampled_drafts: bool = False,
+) -> Drafter:
     """The drafter at `path`, or the one that DLITE_DRAFTER_FACTORY makes.
+
+    With sampled_drafts a `SampledDrafter` where the checkpoint is loaded.
+
 
     The variable names `module:function`; the function is called with (path, device, dtype) in
     the scheduler process and returns a Drafter. It is the seam for a drafter of one's own, and
@@ -48,7 +95,11 @@ def build_drafter(path: str, revision: str | None, device: str, dtype: torch.dty
         if device == "cpu":
             from sglang_dlite.platforms.cpu_drafter import prepare_drafter
 
-            return prepare_drafter(drafter)
+            return prepare_drafter(drafter, sampled_drafts)
+        if device.startswith("cuda") and find_spec("triton") is not None:
+            from sglang_dlite.kernels.fused_drafter import prepare_drafter as prepare_on_gpu
+
+            return prepare_on_gpu(drafter)
         return drafter
     try:
         factory = pkgutil.resolve_name(spec)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from sglang_dlite import ALGORITHM
+from sglang_dlite import ALGORITHM, SGLANG_VERSION
 from sglang_dlite.platforms import has_accelerator, sampling
 from sglang_dlite.platforms import hooks as cpu
 from sglang_dlite.speculative import cuda_graph, request_validation
@@ -49,6 +50,27 @@ def wider_rows(original: Callable[[], int]) -> int:
     return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
+def check_lora(original: Callable[[Any], None], server_args: Any) -> None:
+    """AROUND `check_lora_speculative_compatibility`: a list of names that DLITE is not on.
+
+    What the names on it share, and what LoRA's segments need, is one verify width for all
+    requests; DLITE's verify input is upstream's DFLASH one. The drafter runs without adapters.
+
+    Raises:
+        ValueError: with --speculative-adaptive, whose widths LoRA's decode graphs do not have.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    if (view.speculative_algorithm or "").upper() != ALGORITHM:
+        original(server_args)
+    elif view.speculative_adaptive:
+        raise ValueError(
+            "--speculative-adaptive with --enable-lora and --speculative-algorithm DLITE is not "
+            "supported: LoRA's decode graphs are made for one verify width. Drop one of the two."
+        )
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls",
@@ -81,6 +103,14 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "req"),
         False,
         "request options that DLITE does not serve are refused with a 400",
+    ),
+    Hook(
+        "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
+        "AROUND",
+        check_lora,
+        ("server_args",),
+        False,
+        "H9: LoRA is refused for algorithms that upstream does not know by name",
     ),
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
@@ -150,42 +180,62 @@ def active_hooks() -> tuple[Hook, ...]:
     return tuple(hook for hook in HOOKS if not hook.cpu_only or not has_accelerator())
 
 
+def _resolution_steps() -> tuple[Callable[[Any, Callable[[Any], None]], None], ...]:
+    """What runs around upstream's resolution step RESOLUTION_STEP."""
+    from sglang_dlite.speculative.algorithm import resolve_early
+
+    return resolve_early, cpu.default_device
+
+
 def install() -> None:
     """Register every active hook; SGLang applies them after all plugins have run."""
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS, register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dlite.speculative.algorithm import resolve_early
-
     for hook in active_hooks():
         registered = [entry[1] for entry in HookRegistry._hooks.get(hook.target, ())]
         if hook.function not in registered:
             HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
-    for step in (resolve_early, cpu.default_device):
+    for step in _resolution_steps():
         if step not in _HOOKS.get(RESOLUTION_STEP, ()):
             register_resolution_hook(RESOLUTION_STEP)(step)
 
 
+def _misfit(hook: Hook) -> str | None:
+    """Why the installed sglang is not what the hook was written for; None where it is."""
+    try:
+        installed = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as error:
+        return f"{hook.target}: not in the installed sglang ({error})"
+    parameters = tuple(inspect.signature(inspect.unwrap(installed)).parameters)
+    if parameters == hook.parameters:
+        return None
+    return (
+        f"{hook.target}: takes {parameters} in the installed sglang, the hook was written for "
+        f"{hook.parameters}"
+    )
+
+
+def misfits() -> list[str]:
+    """The active hooks that the installed sglang has no place for, applied or not."""
+    return [problem for hook in active_hooks() if (problem := _misfit(hook)) is not None]
+
+
 def problems() -> list[str]:
     """What is wrong with the installed hooks; empty when all took."""
+    from sglang.srt.arg_groups.resolution_hooks import _HOOKS
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    found = []
+    found = misfits()
     for hook in active_hooks():
-        try:
-            installed = pkgutil.resolve_name(hook.target)
-        except (ImportError, AttributeError) as error:
-            found.append(f"{hook.target}: not in the installed sglang ({error})")
+        if _misfit(hook) is not None:
             continue
-        original = inspect.unwrap(installed)
-        parameters = tuple(inspect.signature(original).parameters)
-        if parameters != hook.parameters:
-            found.append(
-                f"{hook.target}: takes {parameters} in the installed sglang, the hook was written "
-                f"for {hook.parameters}"
-            )
-        elif hook.target not in HookRegistry._patched or original is installed:
+        installed = pkgutil.resolve_name(hook.target)
+        if hook.target not in HookRegistry._patched or inspect.unwrap(installed) is installed:
             found.append(f"{hook.target}: registered but not applied ({hook.reason})")
+    for step in _resolution_steps():
+        if step not in _HOOKS.get(RESOLUTION_STEP, ()):
+            found.append(f"{RESOLUTION_STEP}: without {step.__name__}")
     return found
 
 
@@ -197,10 +247,6 @@ def require_hooks() -> None:
     """
     found = problems()
     if found:
-        from importlib.metadata import version
-
-        from sglang_dlite import SGLANG_VERSION
-
         raise RuntimeError(
             f"sglang-dlite is made for sglang {SGLANG_VERSION} and found {version('sglang')}; "
             "these hooks are not in place:\n  "

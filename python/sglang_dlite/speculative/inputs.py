@@ -15,9 +15,10 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 class DLiteDraftInput(SpecInput):
     """State carried from step to step, per request; n requests.
 
-    `bonus_tokens` [n] int64 is the anchor (upstream's name), and `hidden_states` [n, K + E]
-    int64 (the one slot that upstream's FutureMap relays as it is) holds the K drafted ids and
-    the E = max(G-2, 0) tokens before the anchor's predecessor that a token group of G needs.
+    `bonus_tokens` [n] int64 is the anchor (upstream's name), and `hidden_states` [n, K + E + P]
+    int64 (the one slot that upstream's FutureMap relays as it is) holds the K drafted ids, the
+    E = max(G-2, 0) tokens before the anchor's predecessor that a token group of G needs, and with
+    rejection sampling the bits of the K head vectors (`pack_vectors`; else P = 0).
     Under overlap only `future_indices` is filtered and merged; the tensors come from the relay.
     """
 
@@ -49,6 +50,18 @@ class DLiteDraftInput(SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         self.hidden_states = torch.cat([self.hidden_states, other.hidden_states])
+
+
+def pack_vectors(vectors: torch.Tensor) -> torch.Tensor:
+    """The bits of vectors [n, K, R], as fp32, in [n, P] int64 with P = ceil(K * R / 2)."""
+    flat = vectors.float().flatten(1)  # [n, K * R]
+    return torch.nn.functional.pad(flat, (0, flat.shape[1] % 2)).contiguous().view(torch.int64)
+
+
+def unpack_vectors(packed: torch.Tensor, num_drafts: int, rank: int) -> torch.Tensor:
+    """The vectors [n, K, R] fp32 of `pack_vectors`; packed may be a slice of wider rows."""
+    flat = packed.contiguous().view(torch.float32)
+    return flat[:, : num_drafts * rank].unflatten(1, (num_drafts, rank))
 
 
 @dataclass

@@ -3,8 +3,10 @@
 Upstream's own capture (layers/aux_hidden_states.py) cannot give them: it never captures the last
 layer, and it clones every row of every captured layer before it prunes. This one takes
 
-- layer k < L-1 from the callback `capture_output` that layer k+1 offers: it is called with the
-  residual sum, which is block k's output (a decoder layer's own return value is not);
+- layer k < L-1 on the way into layer k+1: from the callback `capture_output` that the layer
+  offers, which is called with the residual sum, block k's output (a decoder layer's own return
+  value is not); or, where the residual travels as an argument (Gemma3), from hidden_states +
+  residual, which upstream's capture for that class leaves out;
 - layer L-1 from the argument of the logits processor: the state after the final norm, as in
   HF's last `hidden_states` entry (DLite release, `dlite/utils/hidden_states.py`).
 
@@ -22,12 +24,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_dlite import SGLANG_VERSION
+
 # The classes whose capture is compared with HF transformers in test/server/test_pivot_capture.py.
 SUPPORTED_TARGETS = (
+    "Gemma3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+# Classes of the pinned sglang with mamba, linear-attention or convolution layers (its
+# configs/hybrid_arch.py). Their running state after D verify rows is that of all D, and DLITE does
+# not wind it back to the accepted ones.
+HYBRID_TARGETS = (
+    "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JetNemotronForCausalLM",
+    "KimiLinearForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
+    "NemotronHForCausalLM",
+    "NemotronHPuzzleForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "ZayaForCausalLM",
 )
 
 
@@ -37,29 +64,41 @@ class UnsupportedTargetError(ValueError):
 
 def require_supported_target(name: str) -> None:
     """Refuse a target class by name; raises UnsupportedTargetError."""
-    if name not in SUPPORTED_TARGETS:
-        raise UnsupportedTargetError(
-            f"--speculative-algorithm DLITE: target class {name!r} is not supported; supported "
-            f"are {', '.join(SUPPORTED_TARGETS)}. Serve this model without speculation."
+    if name in SUPPORTED_TARGETS:
+        return
+    reason = ""
+    if name in HYBRID_TARGETS:
+        reason = (
+            " (a hybrid: the running state of its mamba or linear-attention layers cannot be wound "
+            "back to the accepted drafts)"
         )
+    raise UnsupportedTargetError(
+        f"--speculative-algorithm DLITE: target class {name!r} is not supported{reason}; supported "
+        f"are {', '.join(SUPPORTED_TARGETS)}. Serve this model without speculation."
+    )
 
 
 class PivotCapture:
     """Installs the capture on a target model; one per target.
 
     Raises:
-        UnsupportedTargetError: the class is not in SUPPORTED_TARGETS, or its decoder layers have
-            no `capture_output` (another sglang version).
+        UnsupportedTargetError: the class is not in SUPPORTED_TARGETS, or its decoder layers take
+            neither `capture_output` nor `residual` (another sglang version).
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         name = type(model).__name__
         require_supported_target(name)
         layers = model.model.layers
-        if "capture_output" not in inspect.signature(type(layers[0]).forward).parameters:
+        parameters = inspect.signature(type(layers[0]).forward).parameters
+        if "capture_output" in parameters:
+            enter = self._offer_capture
+        elif "residual" in parameters:
+            enter = self._sum_residual
+        else:
             raise UnsupportedTargetError(
-                f"decoder layers of {name!r} take no `capture_output` in this sglang; sglang-dlite "
-                "is made for sglang 0.5.23. Install that version."
+                f"decoder layers of {name!r} take neither `capture_output` nor `residual` in this "
+                f"sglang; sglang-dlite is made for sglang {SGLANG_VERSION}. Install that version."
             )
         self.layer_ids = tuple(layer_ids)
         self.num_layers = len(layers)
@@ -68,9 +107,7 @@ class PivotCapture:
         model.model.register_forward_pre_hook(self._start, with_kwargs=True)
         for layer_id in self.layer_ids:
             if layer_id < self.num_layers - 1:
-                layers[layer_id + 1].register_forward_pre_hook(
-                    self._offer_capture(layer_id), with_kwargs=True
-                )
+                layers[layer_id + 1].register_forward_pre_hook(enter(layer_id), with_kwargs=True)
         model.logits_processor.register_forward_pre_hook(self._finish, with_kwargs=True)
         model.logits_processor.register_forward_hook(self._publish)
 
@@ -82,9 +119,16 @@ class PivotCapture:
         if mode.is_extend() and not mode.is_target_verify():
             self._rows = torch.cumsum(forward_batch.extend_seq_lens, dim=0) - 1  # [n]
 
-    def _keep(self, layer_id: int, hidden: torch.Tensor) -> None:
-        # Either way a copy: later layers reuse the storage of the residual stream.
-        self._states[layer_id] = hidden.clone() if self._rows is None else hidden[self._rows]
+    def _keep(
+        self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> None:
+        # In every case a copy: later layers reuse the storage of the residual stream.
+        if self._rows is not None:
+            hidden = hidden[self._rows]
+            residual = None if residual is None else residual[self._rows]
+        elif residual is None:
+            hidden = hidden.clone()
+        self._states[layer_id] = hidden if residual is None else hidden + residual
 
     def _offer_capture(self, layer_id: int) -> Any:
         def capture(hidden: torch.Tensor, *, owned: bool = False) -> None:
@@ -95,6 +139,12 @@ class PivotCapture:
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             kwargs["capture_output"] = capture
             return args, kwargs
+
+        return hook
+
+    def _sum_residual(self, layer_id: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._keep(layer_id, kwargs["hidden_states"], kwargs["residual"])
 
         return hook
 

@@ -34,6 +34,15 @@ def _given(field: str, *harmless: Any) -> Callable[[Any], Any]:
     return value
 
 
+def _on_a_cpu(field: str) -> Callable[[Any], Any]:
+    return lambda args: (getattr(args, field, None) or None) if args.device == "cpu" else None
+
+
+def _moe_a2a_backend(args: Any) -> Any:
+    backend = getattr(args, "moe_a2a_backend", "none")
+    return backend if backend not in (None, "none") else None
+
+
 def _disaggregation(args: Any) -> Any:
     mode = getattr(args, "disaggregation_mode", "null")
     return mode if mode not in (None, "null") else None
@@ -110,17 +119,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "the pivot states do not travel with the K/V",
         "use one server for prefill and decode (--disaggregation-mode null)",
     ),
-    Refusal(
-        "--enable-lora",
-        _truthy("enable_lora"),
-        "a drafter is trained for the base weights",
-        NO_SPECULATION,
+    *(
+        Refusal(
+            f"--{field.replace('_', '-')}",
+            _on_a_cpu(field),
+            "SGLang's LoRA backends need a GPU (Triton kernels, pinned memory)",
+            "merge the adapter into the model, or serve on a GPU",
+        )
+        for field in ("enable_lora", "lora_paths")
+    ),
+    *(
+        Refusal(
+            f"--{field.replace('_', '-')}",
+            value,
+            "a rank does not hold every request's last row between the layers",
+            DROP,
+        )
+        for field, value in (
+            ("moe_a2a_backend", _moe_a2a_backend),
+            ("enable_attn_tp_input_scattered", _truthy("enable_attn_tp_input_scattered")),
+            ("enable_layernorm_sp", _truthy("enable_layernorm_sp")),
+        )
     ),
     Refusal(
-        "--lora-paths",
-        _truthy("lora_paths"),
-        "a drafter is trained for the base weights",
-        NO_SPECULATION,
+        "--enable-two-batch-overlap",
+        _truthy("enable_two_batch_overlap"),
+        "the layers of two half batches run interleaved, without the hooks that capture the pivot "
+        "states",
+        DROP,
     ),
     # -- what a request would get ---------------------------------------------------------------
     Refusal(
@@ -138,8 +164,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--enable-strict-thinking",
         _truthy("enable_strict_thinking"),
-        "it constrains output by a grammar, which this version does not apply to verify rows",
+        "its limits on the thinking part are not tested on verify rows",
         NO_SPECULATION,
+    ),
+    Refusal(
+        "--grammar-backend",
+        lambda args: args.grammar_backend if args.grammar_backend == "outlines" else None,
+        "a grammar takes rejected drafts back, which outlines cannot",
+        "use xgrammar (the default) or llguidance",
     ),
     # -- graphs ---------------------------------------------------------------------------------
     Refusal(
@@ -184,12 +216,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _adaptive_with_rejection,
         "rejection sampling needs drawn drafts for every request, and adaptive width skips some",
         "drop --speculative-use-rejection-sampling; the output law is the target's either way",
-    ),
-    Refusal(
-        "--speculative-use-rejection-sampling",
-        _given("speculative_use_rejection_sampling"),
-        "drafts are greedy in this version and are verified by sample-and-match",
-        "drop the option; the output law is the target's either way",
     ),
     *(
         Refusal(f"--{field.replace('_', '-')}", _given(field, 1.0), reason, DROP)

@@ -1,4 +1,4 @@
-"""Request options that DLITE does not serve yet: refused with a 400, never approximated."""
+"""Requests that DLITE does not serve: refused with a 400, never approximated or let crash."""
 
 from __future__ import annotations
 
@@ -7,45 +7,65 @@ from typing import Any
 
 from sglang_dlite import ALGORITHM
 
-# Options that a server adds to requests by itself: upstream reads them from generation_config.json.
-_SERVER_DEFAULTED = ("repetition_penalty",)
-_SERVER_DEFAULT = (
-    " If the request did not set it, it is a default of the model's generation_config.json or of "
-    "--preferred-sampling-params: start the server with --sampling-defaults openai, without the "
-    "latter."
-)
-
 
 def request_error(req: Any) -> str | None:
     """Why `req` (upstream's Req) is refused, or None.
 
     Names the option, the value, what is allowed and what to do.
     """
-    params = req.sampling_params
     refused: list[tuple[str, Any, bool, str]] = [
-        ("frequency_penalty", params.frequency_penalty, params.frequency_penalty != 0.0, "0"),
-        ("presence_penalty", params.presence_penalty, params.presence_penalty != 0.0, "0"),
-        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty != 1.0, "1"),
-        ("min_new_tokens", params.min_new_tokens, params.min_new_tokens > 0, "0"),
-        ("custom_logit_processor", "...", bool(req.custom_logit_processor), "none"),
         (
             "return_hidden_states",
             True,
             req.return_hidden_states_mode.need_capture(),
             "false",
         ),
-        ("lora_path", req.lora_id, req.lora_id is not None, "none"),
-    ]
-    refused += [
-        (name, "...", getattr(params, name, None) is not None, "none")
-        for name in ("json_schema", "regex", "ebnf", "structural_tag")
     ]
     for name, value, is_refused, allowed in refused:
         if is_refused:
             return (
                 f"{name} = {value!r} is not supported with --speculative-algorithm DLITE in this "
                 f"version; allowed is {allowed}. Leave it out, or serve the model without "
-                f"speculation.{_SERVER_DEFAULT if name in _SERVER_DEFAULTED else ''}"
+                "speculation."
+            )
+    return processor_error(req.custom_logit_processor)
+
+
+def processor_error(serialized: str | None) -> str | None:
+    """Why a custom_logit_processor is refused, or None.
+
+    Upstream reads it when the batch is formed, where a failure ends the scheduler.
+    """
+    if not serialized:
+        return None
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    try:
+        processor = CustomLogitProcessor.from_str(serialized)
+    except Exception as error:  # whatever user code raises while it is unpickled
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(processor, CustomLogitProcessor):
+            return None
+        problem = f"it is a {type(processor).__name__}"
+    return (
+        f"custom_logit_processor = {serialized[:40]!r} cannot be used ({problem}); allowed is the "
+        "to_str() of a subclass of sglang's CustomLogitProcessor. Send what that returns."
+    )
+
+
+def stop_error(params: Any, vocab_size: int) -> str | None:
+    """Why stop_token_ids beside min_new_tokens are refused, or None.
+
+    Upstream masks these tokens by id: one beyond the vocabulary ends the scheduler.
+    """
+    if params.min_new_tokens <= 0:
+        return None
+    for token in params.stop_token_ids or ():
+        if not 0 <= token < vocab_size:
+            return (
+                f"stop_token_ids holds {token} beside min_new_tokens = {params.min_new_tokens}; "
+                f"allowed are 0..{vocab_size - 1}, the model's vocabulary. Leave it out."
             )
     return None
 
@@ -68,7 +88,10 @@ def check_request(original: Callable[..., str | None], scheduler: Any, req: Any)
     """AROUND `Scheduler.validate_dllm_request`: the one place whose answer becomes a 400."""
     error = original(scheduler, req)
     if error is None and getattr(scheduler.spec_algorithm, "name", None) == ALGORITHM:
-        error = request_error(req) or token_error(
-            req.origin_input_ids, scheduler.model_config.vocab_size
+        vocab_size = scheduler.model_config.vocab_size
+        error = (
+            request_error(req)
+            or stop_error(req.sampling_params, vocab_size)
+            or token_error(req.origin_input_ids, vocab_size)
         )
     return error

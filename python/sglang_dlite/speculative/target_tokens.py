@@ -19,10 +19,11 @@ def broadcast_from_rank0(values: torch.Tensor) -> torch.Tensor:
 
 
 def expand_sampling_info(info: Any, width: int) -> Any:
-    """Upstream's SamplingBatchInfo of n requests, for n * width verify rows.
+    """Upstream's SamplingBatchInfo of n requests, for the sampler on n * width verify rows.
 
     Each row samples under its request's parameters. Seeded sampling hashes (seed, position), so a
-    row draws what plain decoding would draw at that position.
+    row draws what plain decoding would draw at that position. Options that change logits are left
+    out: they are in the logits by now (verify_logits.py).
     """
 
     def repeat(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -38,9 +39,12 @@ def expand_sampling_info(info: Any, width: int) -> Any:
                 "top_ks",
                 "min_ps",
                 "sampling_seed",
-                "logit_bias",
             )
         },
+        logit_bias=None,
+        has_custom_logit_processor=False,
+        custom_logit_processor=None,
+        custom_params=None,
     )
 
 
@@ -49,15 +53,14 @@ def target_tokens(
 ) -> torch.Tensor:
     """Token ids [n, D] int64: argmax for greedy requests, else a sample at every row.
 
-    logits_output.next_token_logits is [n * D, V]; positions [n * D] are those of the input
-    tokens, as in plain decoding. Log-probabilities, where asked for, are written to logits_output.
+    logits_output.next_token_logits is [n * D, V], with the request options applied; positions
+    [n * D] are those of the input tokens, as in plain decoding. Log-probabilities, where asked for,
+    are written to logits_output.
     """
     n = len(batch.seq_lens)
     logits = logits_output.next_token_logits
     width = logits.shape[0] // n
     info = expand_sampling_info(batch.sampling_info, width)
-    if info.logit_bias is not None:
-        logits.add_(info.logit_bias)
     if info.is_all_greedy:
         tokens = torch.argmax(logits, dim=-1)
     else:

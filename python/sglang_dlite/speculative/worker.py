@@ -13,17 +13,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from sglang_dlite.drafter import DraftBlock
 from sglang_dlite.speculative.acceptance import match_drafts, next_token_group, pivot_rows
-from sglang_dlite.speculative.drafting import build_drafter, check_pair
-from sglang_dlite.speculative.inputs import DLiteDraftInput, DLiteVerifyInput
+from sglang_dlite.speculative.drafting import build_drafter, check_pair, require_sampled_drafts
+from sglang_dlite.speculative.inputs import (
+    DLiteDraftInput,
+    DLiteVerifyInput,
+    pack_vectors,
+    unpack_vectors,
+)
 from sglang_dlite.speculative.pivot_capture import PivotCapture, split_states
+from sglang_dlite.speculative.rejection import RejectionSampling
 from sglang_dlite.speculative.target_tokens import broadcast_from_rank0, target_tokens
 from sglang_dlite.speculative.token_groups import prefill_token_group
+from sglang_dlite.speculative.verify_logits import Barrier, VerifyLogits
 from sglang_dlite.speculative.width_control import NOT_DRAFTED, WidthControl, make_width_control
 
 logger = logging.getLogger(__name__)
@@ -41,13 +50,15 @@ class DLiteWorker(BaseSpecWorker):
         self.device = runner.device
         options = get_spec()  # the resolved record; server_args holds what the user typed
         self.width: int = options.speculative_num_draft_tokens
-        self.embed = runner.model.get_input_embeddings()
+        # Without an adapter: its segments are those of the target's batch, not of the drafter's.
+        self.embed = unwrap_lora_layer(runner.model.get_input_embeddings())
         # Loaded here, before memory is profiled: its bytes are then not given to the KV pool.
         self.drafter = build_drafter(
             options.speculative_draft_model_path,
             options.speculative_draft_model_revision,
             self.device,
             runner.dtype,
+            options.speculative_use_rejection_sampling,
         )
         self.config = self.drafter.config
         # Sharded under tensor parallelism: the whole table's size is the padded one.
@@ -56,6 +67,11 @@ class DLiteWorker(BaseSpecWorker):
         self.capture = PivotCapture(runner.model, self.config.target_layer_ids)
         self.num_drafts = self.width - 1
         self._offsets = torch.arange(self.width, device=self.device)
+        self.rejection: RejectionSampling | None = None
+        if options.speculative_use_rejection_sampling:
+            sampled_drafter = require_sampled_drafts(self.drafter)
+            self.rejection = RejectionSampling(sampled_drafter, self.width, self.device)
+        self.options = VerifyLogits(self.width, lambda: runner.req_to_token_pool.req_to_token)
         # Resolution turns the flag off for upstream, whose controller is EAGLE's.
         self.adaptive: WidthControl | None = (
             make_width_control(self.width) if server_args.speculative_adaptive else None
@@ -88,16 +104,20 @@ class DLiteWorker(BaseSpecWorker):
         pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
         """One scheduler step: an extend (prompt or chunk, possibly mixed) or a verify pass."""
-        del grammar_barrier, pp_proxy_tensors
+        del pp_proxy_tensors
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._extend(batch, on_publish)
-        return self._verify(batch, on_publish)
+            return self._extend(batch, on_publish, grammar_barrier)
+        return self._verify(batch, on_publish, grammar_barrier)
 
-    def _extend(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+    def _extend(
+        self, batch: Any, on_publish: Publish | None, grammar_barrier: Barrier | None
+    ) -> GenerationBatchResult:
+        self.options.before_extend(batch, grammar_barrier)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.LAST
         )
         anchor = broadcast_from_rank0(result.next_token_ids)  # [n]
+        self.options.after_step(batch, anchor[:, None])
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -105,12 +125,17 @@ class DLiteWorker(BaseSpecWorker):
             self.adaptive.extended(len(batch.seq_lens))
         group = prefill_token_group(batch, anchor, self.config.anchor_group_size)
         states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
-        result.next_draft_input = self._draft(states, group)
+        result.next_draft_input = self._draft(states, group, batch, batch.seq_lens)
         return result
 
-    def _verify(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
-        carried = batch.spec_info.hidden_states  # [n, K + E]
-        drafts, earlier = carried[:, : self.num_drafts], carried[:, self.num_drafts :]
+    def _verify(
+        self, batch: Any, on_publish: Publish | None, grammar_barrier: Barrier | None
+    ) -> GenerationBatchResult:
+        carried = batch.spec_info.hidden_states  # [n, K + E + P]
+        num_earlier = max(self.config.anchor_group_size - 2, 0)
+        drafts, earlier, packed = carried.tensor_split(
+            (self.num_drafts, self.num_drafts + num_earlier), dim=1
+        )
         width = self.width
         if self.adaptive is not None:
             width = self.adaptive.width
@@ -119,20 +144,32 @@ class DLiteWorker(BaseSpecWorker):
         candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
         prefix_lens = batch.seq_lens  # [n], without the anchor
         forward_batch = self._verify_batch(batch, candidates)
+        grammar_tree = self.options.before_verify(batch, candidates)
         target = self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True
         )
         logits_output = target.logits_output
-        target_ids = target_tokens(
-            self._target_worker.model_runner.sampler, batch, logits_output, forward_batch.positions
-        )  # [n, D]
-        accepted = match_drafts(candidates, target_ids)
+        self.options.apply(
+            batch, candidates, logits_output.next_token_logits, grammar_tree, grammar_barrier
+        )
+        sampler = self._target_worker.model_runner.sampler
+        if self.rejection is None or batch.sampling_info.is_all_greedy:
+            target_ids = target_tokens(
+                sampler, batch, logits_output, forward_batch.positions
+            )  # [n, D]
+            accepted = match_drafts(candidates, target_ids)
+        else:
+            vectors = unpack_vectors(packed, self.num_drafts, self.config.sequential_rank)
+            accepted = self.rejection.accept(
+                sampler, batch, logits_output, forward_batch.positions, candidates, vectors
+            )
         accept_lens = (accepted.num_accepted + 1).to(torch.int32)  # [n]
         new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
         if self.adaptive is not None:
             self.adaptive.verified(len(prefix_lens))
+        self.options.after_step(batch, accepted.output_ids)
         states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, width)]
         logits_output.hidden_states = None
         group = next_token_group(earlier, candidates, accepted, self.config.anchor_group_size)
@@ -141,7 +178,7 @@ class DLiteWorker(BaseSpecWorker):
             next_token_ids=accepted.output_ids.reshape(-1),
             accept_lens=accept_lens,
             new_seq_lens=new_seq_lens,
-            next_draft_input=self._draft(states, group),
+            next_draft_input=self._draft(states, group, batch, new_seq_lens),
             speculative_num_draft_tokens=width,
             can_run_cuda_graph=target.can_run_cuda_graph,
             routed_experts_output=target.routed_experts_output,
@@ -197,20 +234,36 @@ class DLiteWorker(BaseSpecWorker):
             forward_batch.apply_deprecated_skip_attn_backend_init(True)
         return forward_batch
 
-    def _draft(self, states: torch.Tensor, group: torch.Tensor) -> DLiteDraftInput:
-        """states [n, S * h] and group [n, G] -> the next step's input."""
+    def _draft(
+        self,
+        states: torch.Tensor,
+        group: torch.Tensor,
+        batch: Any,
+        anchor_positions: torch.Tensor,
+    ) -> DLiteDraftInput:
+        """states [n, S * h], group [n, G] and anchor_positions [n] -> the next step's input."""
+        earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
         if self.adaptive is not None and self.adaptive.width == 1:
             drafts = group.new_full((group.shape[0], self.num_drafts), NOT_DRAFTED)  # [n, K]
+            carried = [drafts, earlier]
         else:
-            with torch.inference_mode():
-                block = self.drafter.draft(
-                    split_states(states, self.config.num_pivot_states), group, self.embed
-                )
+            block = self._draft_block(states, group, batch.sampling_info, anchor_positions)
             # One set of drafts for all ranks: acceptance compares against it. A shorter D verifies
             # a prefix of the block.
             drafts = broadcast_from_rank0(block.token_ids)[:, : self.num_drafts]  # [n, K]
-        earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
+            carried = [drafts, earlier]
+            if self.rejection is not None:
+                carried.append(pack_vectors(block.head_vectors[:, : self.num_drafts]))  # [n, P]
         return DLiteDraftInput(
             bonus_tokens=group[:, -1].contiguous(),
-            hidden_states=torch.cat([drafts, earlier], dim=1),
+            hidden_states=torch.cat(carried, dim=1),
         )
+
+    def _draft_block(
+        self, states: torch.Tensor, group: torch.Tensor, info: Any, anchor_positions: torch.Tensor
+    ) -> DraftBlock:
+        pivot_states = split_states(states, self.config.num_pivot_states)
+        with torch.inference_mode():
+            if self.rejection is None or info.is_all_greedy:
+                return self.drafter.draft(pivot_states, group, self.embed)
+            return self.rejection.draft(pivot_states, group, self.embed, info, anchor_positions)

@@ -1,0 +1,240 @@
+"""Options that depend on the output so far: with DLITE they give what plain decoding gives.
+
+The oracle drafts the recorded output as far as its pattern allows, so that every number of
+accepted drafts occurs, and with it every place in a block where a penalty changes, a minimal
+length is reached or a grammar ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from option_workloads import OPTIONS, PROCESSOR
+from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
+from references import References
+from test_sampling import SIGNIFICANCE, chi_square_p
+from workloads import CHUNK, Request
+
+pytestmark = pytest.mark.server
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One engine start. `alone` is False where a decoding row may ride in a prefill batch."""
+
+    name: str
+    env: dict[str, str] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    alone: bool = True
+    slow: bool = True
+
+
+OVERLAP = {"DLITE_CPU_OVERLAP": "1"}
+MIXED_CHUNKS = {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
+CONFIGURATIONS = (
+    # Overlap is the case with a step that the host has not read yet: the harder one is the default.
+    Configuration("overlap", env=OVERLAP, slow=False),
+    Configuration("plain"),
+    Configuration("overlap-mixed", env=OVERLAP, server=MIXED_CHUNKS, alone=False),
+    Configuration("overlap-retracted", env={**OVERLAP, "SGLANG_TEST_RETRACT": "1"}, alone=False),
+    Configuration("llguidance", env=OVERLAP, server={"grammar_backend": "llguidance"}),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(c, id=c.name, marks=pytest.mark.slow if c.slow else ()) for c in CONFIGURATIONS
+    ],
+)
+def configuration(request: pytest.FixtureRequest) -> Configuration:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def running(
+    configuration: Configuration, references: References, launch_oracle: LaunchOracle
+) -> Iterator[OracleEngine]:
+    with launch_oracle(
+        references.target,
+        references.table,
+        env=configuration.env,
+        enable_custom_logit_processor=True,
+        **configuration.server,
+    ) as engine:
+        yield engine
+
+
+def without_logprobs(requests: Sequence[Request]) -> list[Request]:
+    """Upstream mixes no batch that returns log-probabilities."""
+    return [replace(request, logprobs=False) for request in requests]
+
+
+def check_finish(answers: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [answer["text"] for answer in answers] == [answer["text"] for answer in expected]
+    for name in ("finish_reason", "completion_tokens"):
+        assert [answer["meta_info"][name] for answer in answers] == [
+            answer["meta_info"][name] for answer in expected
+        ]
+
+
+@pytest.mark.parametrize("pattern", ["right", "cycle", "wrong"])
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_output_is_that_of_plain_decoding(
+    running: OracleEngine,
+    configuration: Configuration,
+    references: References,
+    name: str,
+    pattern: str,
+) -> None:
+    if name == "grammars" and configuration.name == "llguidance":
+        pytest.skip("its masks differ from xgrammar's; see the test of whole grammars")
+    # Requests without options among them, some of which end in between.
+    others = references.requests["mixed"][:6]
+    requests = without_logprobs([*references.requests[name], *others])
+    answers = running.play(requests, pattern)
+    expected = references.answers[name]
+    count = len(expected)
+    assert output_ids(answers[:count]) == output_ids(expected)
+    assert output_ids(answers[count:]) == references.expected("mixed")[:6]
+    check_finish(answers[:count], expected)
+    if pattern != "wrong" and configuration.alone:
+        accepted = [sum(row[1:]) for row in histograms(answers[:count])]
+        assert sum(map(bool, accepted)) > count / 2  # else only first rows were tested
+
+
+def test_the_references_themselves(references: References) -> None:
+    """Each option changed the output, each minimum was reached, each grammar came to its end."""
+    for name, answers in references.answers.items():
+        if name in OPTIONS:
+            assert len({tuple(answer["output_ids"]) for answer in answers}) == len(answers)
+    for options, answer in zip(
+        OPTIONS["min_new_tokens"], references.answers["min_new_tokens"], strict=True
+    ):
+        assert answer["meta_info"]["completion_tokens"] > options["min_new_tokens"] - 1
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+    for answer in references.answers["grammars"]:
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+@pytest.mark.parametrize("pattern", ["right", "cycle"])
+def test_logprobs_are_taken_after_the_options(
+    running: OracleEngine, configuration: Configuration, references: References, pattern: str
+) -> None:
+    if configuration.name == "llguidance":
+        pytest.skip("its masks differ from xgrammar's")
+    for name in OPTIONS:
+        answers = running.play(references.requests[name], pattern)
+        for answer, expected in zip(answers, references.answers[name], strict=True):
+            ours, theirs = answer["meta_info"], expected["meta_info"]
+            assert answer["output_ids"] == expected["output_ids"]
+            assert ours["input_token_logprobs"] == theirs["input_token_logprobs"]
+            for mine, plain in zip(
+                ours["output_token_logprobs"], theirs["output_token_logprobs"], strict=True
+            ):
+                assert mine[1] == plain[1]
+                assert mine[0] == pytest.approx(plain[0], abs=1e-4)
+            for mine_row, plain_row in zip(
+                ours["output_top_logprobs"], theirs["output_top_logprobs"], strict=True
+            ):
+                # Forbidden tokens have the least float there is, and no order among themselves.
+                mine_row = [entry for entry in mine_row if entry[0] > -1e30]
+                plain_row = [entry for entry in plain_row if entry[0] > -1e30]
+                assert [entry[1] for entry in mine_row] == [entry[1] for entry in plain_row]
+                assert [entry[0] for entry in mine_row] == pytest.approx(
+                    [entry[0] for entry in plain_row], abs=1e-4
+                )
+
+
+def test_whole_grammars(running: OracleEngine, references: References) -> None:
+    """Whatever is drafted, the output is a sentence of the grammar; by either backend."""
+    import json
+    import re
+
+    requests = without_logprobs(references.requests["grammars"])
+    kept = [request for request in requests if "ebnf" not in request.params]
+    for pattern in ("right", "cycle"):
+        for request, answer in zip(kept, running.play(kept, pattern), strict=True):
+            assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+            text = answer["text"]
+            if "json_schema" in request.params:
+                assert set(json.loads(text)) == {"name", "kind", "size"}
+            elif "regex" in request.params:
+                assert re.fullmatch(request.params["regex"], text)
+            else:
+                assert re.fullmatch("<f>[0-9]{2,5}</f>", text)
+
+
+def penalised_law(
+    references: References, request: Request, length: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation under temperature, top_k and the frequency penalty."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        references.target, dtype=torch.float32
+    )
+    params = request.params
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for ids, probability in law.items():
+            with torch.no_grad():
+                logits = model(torch.tensor([[*request.prompt, *ids]])).logits[0, -1]
+            for token in ids:
+                logits[token] -= params["frequency_penalty"]
+            top = (logits / params["temperature"]).topk(params["top_k"])
+            for token, p in zip(top.indices.tolist(), top.values.softmax(0).tolist(), strict=True):
+                longer[(*ids, token)] = probability * p
+        law = longer
+    return law
+
+
+def test_the_law_of_sampled_tokens_with_a_penalty(
+    running: OracleEngine, configuration: Configuration, references: References
+) -> None:
+    """Temperature above 0: the first token is the prefill's, the others come of verify rows."""
+    if configuration.name != "overlap":
+        pytest.skip("once is enough")
+    samples, length = 800, 4
+    params = {"temperature": 2.0, "top_k": 2, "frequency_penalty": -1.2}
+    recorded = references.requests["penalties"][3]
+    assert recorded.params["frequency_penalty"] == params["frequency_penalty"]
+    request = Request(recorded.prompt, recorded.sequence, length, params)
+    answers = running.play([request] * samples, "right")
+    observed = Counter(tuple(answer["output_ids"]) for answer in answers)
+    law = penalised_law(references, request, length)
+    assert set(observed) <= set(law)
+    assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers) > samples / 20
+    assert chi_square_p(observed, law) > SIGNIFICANCE
+
+
+def test_several_samples_of_one_prompt(running: OracleEngine, references: References) -> None:
+    """n > 1: each sample has penalties of its own output."""
+    request = references.requests["penalties"][5]
+    params = {**request.sampling_params, "n": 3}
+    answers = running.engine.generate(input_ids=list(request.prompt), sampling_params=params)
+    assert output_ids(answers) == references.expected("penalties")[5:6] * 3
+
+
+def test_a_broken_processor_is_refused_and_the_server_goes_on(
+    running: OracleEngine, references: References
+) -> None:
+    request = references.requests["processors"][0]
+    for bad in ("x", '{"callable": "00"}'):
+        with pytest.raises(Exception, match="custom_logit_processor"):
+            running.engine.generate(
+                input_ids=list(request.prompt),
+                sampling_params=request.sampling_params,
+                custom_logit_processor=bad,
+            )
+    assert request.processor == PROCESSOR
+    assert (
+        output_ids(running.play([replace(request, logprobs=False)], "right"))
+        == (references.expected("processors")[:1])
+    )

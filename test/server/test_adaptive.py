@@ -6,11 +6,12 @@ fp32, oracle drafts, a scripted policy (scripted_widths.py); then the real polic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from option_workloads import OPTIONS
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from scripted_widths import (
@@ -75,6 +76,7 @@ def running(
         configuration.drafter,
         {**configuration.env, **widths_environment(widths)},
         speculative_adaptive=True,
+        enable_custom_logit_processor=True,
         **configuration.server,
     ) as engine:
         yield engine
@@ -117,6 +119,17 @@ def test_other_workloads(running: OracleEngine, references: References, name: st
     for pattern in ("right", "cycle"):
         answers = running.play(references.requests[name], pattern)
         assert output_ids(answers) == references.expected(name)
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_options_that_depend_on_the_output_so_far(
+    running: OracleEngine, references: References, name: str
+) -> None:
+    """Penalties, minimal lengths, grammars and processors, at rows of every width."""
+    requests = [replace(request, logprobs=False) for request in references.requests[name]]
+    answers = running.play([*requests, *references.requests["mixed"][:6]], "cycle")
+    expected = output_ids(references.answers[name]) + references.expected("mixed")[:6]
+    assert output_ids(answers) == expected
 
 
 def test_stops_at_every_place_of_a_block(running: OracleEngine, references: References) -> None:

@@ -13,7 +13,10 @@ import references as recording
 import tiny_models
 from engines import engine
 from oracle_engine import LaunchOracle, OracleEngine, oracle_environment
+from recorded_drafts import RecordedEngine, recording_environment
 from references import References
+from sglang_dlite.assets import shipped_drafter_dir
+from sglang_dlite.embedded_model import EmbeddedModelError, prepare_embedded_model
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -52,3 +55,34 @@ def launch_oracle(tmp_path_factory: pytest.TempPathFactory) -> LaunchOracle:
             yield OracleEngine(running, folder, path)
 
     return launch
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Path:
+    """The chat model that comes with the package; the drafter for it is shipped_drafter_dir()."""
+    try:
+        return prepare_embedded_model()
+    except EmbeddedModelError as error:
+        pytest.skip(f"the embedded model cannot be prepared: {error}")
+
+
+@pytest.fixture(scope="session")
+def exact_dtype() -> str:
+    """The cheapest one in which a row does not depend on its batch (docs/losslessness.md)."""
+    try:
+        import sglang_dlite_kernel
+    except ImportError:
+        return "float32"
+    return "bfloat16" if sglang_dlite_kernel.has_matrix_unit() else "float32"
+
+
+@pytest.fixture(scope="session")
+def recorded_engine(
+    embedded_model: Path, exact_dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RecordedEngine]:
+    """The embedded model with its drafter, of any width: twelve requests at a time, overlap."""
+    folder = tmp_path_factory.mktemp("recorded")
+    env = {"DLITE_CPU_OVERLAP": "1", **recording_environment(folder, 8)}
+    options = {"dtype": exact_dtype, "max_running_requests": 12, "speculative_adaptive": True}
+    with engine(embedded_model, shipped_drafter_dir(), env=env, **options) as running:
+        yield RecordedEngine(running, folder)

@@ -12,10 +12,9 @@ import pytest
 import references as recording
 import tiny_models
 from engines import engine
+from identifiers import Echo, record_echo
 from oracle_engine import LaunchOracle, OracleEngine, oracle_environment
-from recorded_drafts import RecordedEngine, recording_environment
 from references import References
-from sglang_dlite.assets import shipped_drafter_dir
 from sglang_dlite.embedded_model import EmbeddedModelError, prepare_embedded_model
 
 
@@ -77,12 +76,6 @@ def exact_dtype() -> str:
 
 
 @pytest.fixture(scope="session")
-def recorded_engine(
-    embedded_model: Path, exact_dtype: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RecordedEngine]:
-    """The embedded model with its drafter, of any width: twelve requests at a time, overlap."""
-    folder = tmp_path_factory.mktemp("recorded")
-    env = {"DLITE_CPU_OVERLAP": "1", **recording_environment(folder, 8)}
-    options = {"dtype": exact_dtype, "max_running_requests": 12, "speculative_adaptive": True}
-    with engine(embedded_model, shipped_drafter_dir(), env=env, **options) as running:
-        yield RecordedEngine(running, folder)
+def echo(embedded_model: Path, exact_dtype: str) -> Echo:
+    """Prompts that ask for identifiers, and the target's own replies (one engine start)."""
+    return record_echo(embedded_model, exact_dtype)

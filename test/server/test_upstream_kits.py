@@ -16,7 +16,6 @@ import openai
 import pytest
 import requests
 import tiny_models
-from engines import engine
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
@@ -46,11 +45,11 @@ from sglang.test.server_fixtures.streaming_session_fixture import (
 )
 from sglang.test.test_utils import run_logprob_check
 from sglang_dlite.assets import shipped_drafter_dir
-from sglang_dlite.embedded_model import EmbeddedModelError, prepare_embedded_model
 from sglang_dlite.server_process import ServerError, ServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
+DTYPE = "bfloat16"
 # What upstream's streaming-session fixture sets as well: slots are counted while requests run.
 ENVIRONMENT = {
     "DLITE_CPU_OVERLAP": "1",
@@ -123,32 +122,30 @@ def serving(
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    try:
-        return prepare_embedded_model()
-    except EmbeddedModelError as error:
-        pytest.skip(f"the embedded model cannot be prepared: {error}")
+def plain_texts(
+    embedded_model: Path, exact_dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """The parity kit's references, of a server without speculation."""
+    if exact_dtype != DTYPE:
+        pytest.skip("rounding depends on the batch on this CPU (test_bf16.py has the bound)")
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    server = ServerProcess(embedded_model, log_path=log, extra_args=["--dtype", DTYPE])
+    texts = {}
+    with server:
+        server.wait_ready()
+        for prompt in SpecParityKit.parity_prompts:
+            body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 48}}
+            reply = requests.post(f"{server.base_url}/generate", json=body, timeout=120)
+            texts[prompt] = reply.json()["text"]
+    return texts
 
 
 @pytest.fixture(scope="module")
-def plain_texts(model: Path) -> dict[str, str]:
-    """The parity kit's references, without speculation."""
-    compiled = pytest.importorskip("sglang_dlite_kernel", reason="the kernels are not built")
-    if not compiled.has_matrix_unit():
-        pytest.skip(f"{compiled.isa()}: rounding depends on the batch (test_bf16.py has the bound)")
-    prompts = SpecParityKit.parity_prompts
-    params = {"temperature": 0, "max_new_tokens": 48}
-    with engine(model, dtype="bfloat16") as running:
-        answers = running.generate(prompt=prompts, sampling_params=params)
-    return {prompt: answer["text"] for prompt, answer in zip(prompts, answers, strict=True)}
-
-
-@pytest.fixture(scope="module")
-def embedded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def embedded(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The embedded model with its drafter, for all classes but the last."""
     log = tmp_path_factory.mktemp("kits") / "server.log"
-    options = ("--dtype", "bfloat16", "--max-total-tokens", "32768")
-    with serving(Served, model, shipped_drafter_dir(), log, *options):
+    options = ("--dtype", DTYPE, "--max-total-tokens", "32768")
+    with serving(Served, embedded_model, shipped_drafter_dir(), log, *options):
         yield
 
 

@@ -67,7 +67,7 @@ def embedded_model() -> Path:
 
 @pytest.fixture(scope="session")
 def exact_dtype() -> str:
-    """The cheapest one in which a row does not depend on its batch (docs/losslessness.md)."""
+    """The cheapest one in which a row does not depend on its batch (docs/testing.md)."""
     try:
         import sglang_dlite_kernel
     except ImportError:

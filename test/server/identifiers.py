@@ -90,7 +90,7 @@ def prompt_texts() -> list[str]:
         names = [identifier(rng) for _ in range(1 + index % 5)]
         notes = "".join(
             f"Job {identifier(rng)} was handed to {identifier(rng)}.\n"
-            for _ in range(rng.randrange(9))
+            for _ in range(rng.randrange(6))
         )
         listed = "\n".join(names)
         texts.append(f"{notes}Repeat these identifiers verbatim, one per line:\n{listed}")

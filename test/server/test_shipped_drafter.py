@@ -49,7 +49,9 @@ def test_the_target_echoes(echo: Echo) -> None:
     assert max(map(len, echo.prompts)) > 3 * min(map(len, echo.prompts))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "width", [pytest.param(w, marks=[] if w in (5, 8) else pytest.mark.slow) for w in WIDTHS]
+)
 def test_identifiers_at_every_width(recorded: RecordedEngine, echo: Echo, width: int) -> None:
     recorded.set_width(width)
     answers = echo.play(recorded.engine)

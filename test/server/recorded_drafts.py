@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scripted_widths import FOLDER_VARIABLE, script_widths, write_script
+from scripted_widths import FOLDER_VARIABLE, script_widths, settled_widths, write_script
 from sglang_dlite.drafter import DraftBlock
 from sglang_dlite.speculative.drafting import FACTORY_VARIABLE, Drafter, build_drafter
 
@@ -58,7 +58,16 @@ class RecordedEngine:
 
     def set_width(self, width: int) -> None:
         """All verify passes that are planned from now on have this D (adaptive engines only)."""
+        self.settle()
         write_script(self.folder, (width,))
+
+    def widths(self) -> set[int]:
+        """Those that were taken since."""
+        return set(settled_widths(self.folder))
+
+    def settle(self) -> None:
+        """With the overlap scheduler the last request's last step may still be on its way."""
+        self.engine.get_server_info()
 
     def ask(
         self, prompt: Sequence[int], max_new_tokens: int
@@ -67,8 +76,7 @@ class RecordedEngine:
 
         The drafts are those that were verified, in order: the first are the prefill's.
         """
-        # With the overlap scheduler the last request's last step may still be on its way.
-        self.engine.get_server_info()
+        self.settle()
         (self.folder / LOG).write_text("")
         params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         answer = self.engine.generate(input_ids=list(prompt), sampling_params=params)

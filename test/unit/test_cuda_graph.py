@@ -181,8 +181,9 @@ def test_pivot_states_of_all_graphs_share_one_table() -> None:
     assert small[0, 0] == 701  # eager rows lie elsewhere
 
 
-def test_without_graphs_of_the_target_the_draft_is_eager() -> None:
-    runner = SimpleNamespace(decode_cuda_graph_runner=None)
+@pytest.mark.parametrize("graphs", [None, SimpleNamespace()])
+def test_without_graphs_of_the_target_the_draft_is_eager(graphs: Any) -> None:
+    runner = SimpleNamespace(decode_cuda_graph_runner=graphs)
     assert capture_draft(None, None, runner) is None  # type: ignore[arg-type]
 
 

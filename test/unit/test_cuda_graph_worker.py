@@ -234,7 +234,7 @@ def batch_of(requests: list[Request], mode: ForwardMode, greedy: bool) -> Simple
         reqs=[SimpleNamespace(origin_input_ids=r.prompt, output_ids=[]) for r in requests],
         prefix_lens=[0] * len(requests),
         extend_lens=[len(r.prompt) for r in requests],
-        input_ids=torch.tensor(sum((r.prompt for r in requests), [])),
+        input_ids=torch.tensor([token for r in requests for token in r.prompt]),
         sampling_info=sampling_info(len(requests), greedy),
         return_logprob=False,
         has_grammar=False,

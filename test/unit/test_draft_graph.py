@@ -1,4 +1,4 @@
-"""The draft step and the greedy tail as graphs: same tokens as eager, nothing dynamic, own memory."""
+"""Draft step and greedy tail as graphs: the tokens of eager, static shapes, results that last."""
 
 from __future__ import annotations
 

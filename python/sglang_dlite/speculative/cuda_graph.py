@@ -30,7 +30,7 @@ def _is_dlite(algorithm: Any) -> bool:
     return getattr(algorithm, "name", None) == ALGORITHM
 
 
-# -- the verify graphs ------------------------------------------------------------------------------
+# -- the verify graphs -----------------------------------------------------------------------------
 
 
 class BothVariants:
@@ -82,7 +82,8 @@ def decode_runner_class() -> type:
                 super().capture()
                 return
             tail.reserve(self.max_bs, self.device)
-            backend, self.backend = self.backend, BothVariants(self.backend, tail)
+            backend: Any = self.backend
+            self.backend: Any = BothVariants(backend, tail)
             try:
                 super().capture()
             finally:
@@ -119,7 +120,7 @@ def dummy_verify_input(
     return original(spec_algorithm, custom_mask, num_tokens_per_req, is_draft_worker)
 
 
-# -- the draft graphs -------------------------------------------------------------------------------
+# -- the draft graphs ------------------------------------------------------------------------------
 
 
 class CapturedDraft(NamedTuple):
@@ -148,7 +149,7 @@ def _cuda_recorder() -> Record:
 def capture_draft(drafter: Drafter, embed: Embedding, model_runner: Any) -> CapturedDraft | None:
     """Capture the draft step at the batch sizes of the target's verify graphs.
 
-    None where the target has no graphs (a CPU, --disable-decode-cuda-graph): the draft is then eager too.
+    None where the target has none (a CPU, --disable-decode-cuda-graph): the draft is then eager.
 
     Raises:
         RuntimeError: the capture failed; names the options that help.
@@ -156,7 +157,8 @@ def capture_draft(drafter: Drafter, embed: Embedding, model_runner: Any) -> Capt
     from sglang.srt.utils import get_available_gpu_memory
 
     graphs = model_runner.decode_cuda_graph_runner
-    if graphs is None:
+    sizes = getattr(graphs, "capture_bs", None)  # an eager runner has none
+    if not sizes:
         return None
     device, gpu = model_runner.device, model_runner.gpu_id
     started, before = time.perf_counter(), get_available_gpu_memory(device, gpu)
@@ -165,7 +167,7 @@ def capture_draft(drafter: Drafter, embed: Embedding, model_runner: Any) -> Capt
         graphed = GraphedDrafter(
             drafter,
             embed,
-            graphs.capture_bs,
+            sizes,
             _cuda_recorder(),
             device=device,
             dtype=model_runner.dtype,

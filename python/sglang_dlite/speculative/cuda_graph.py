@@ -154,6 +154,8 @@ def capture_draft(drafter: Drafter, embed: Embedding, model_runner: Any) -> Capt
     Raises:
         RuntimeError: the capture failed; names the options that help.
     """
+    from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
+    from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils import get_available_gpu_memory
 
     graphs = model_runner.decode_cuda_graph_runner
@@ -164,14 +166,10 @@ def capture_draft(drafter: Drafter, embed: Embedding, model_runner: Any) -> Capt
     started, before = time.perf_counter(), get_available_gpu_memory(device, gpu)
     logger.info("Capture draft CUDA graph begin. avail mem=%.2f GB", before)
     try:
-        graphed = GraphedDrafter(
-            drafter,
-            embed,
-            sizes,
-            _cuda_recorder(),
-            device=device,
-            dtype=model_runner.dtype,
-        )
+        with freeze_gc(get_exec().graph.enable_cudagraph_gc):  # torch collects at each capture
+            graphed = GraphedDrafter(
+                drafter, embed, sizes, _cuda_recorder(), device=device, dtype=model_runner.dtype
+            )
     except RuntimeError as error:
         raise RuntimeError(
             f"--cuda-graph-max-bs-decode = {graphs.max_bs}: the draft step could not be captured "

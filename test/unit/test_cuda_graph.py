@@ -103,6 +103,9 @@ def test_a_batch_picks_its_graph() -> None:
         batch = SimpleNamespace(spec_info=SimpleNamespace(greedy_tail=folded), lora_ids=None)
         assert runner._resolve_lora_variant(batch) == label
     assert runner._resolve_lora_variant(SimpleNamespace(spec_info=None, lora_ids=None)) is None
+    runner.record_nolora_graph = True
+    adapted = SimpleNamespace(spec_info=SimpleNamespace(greedy_tail=True), lora_ids=["a", None])
+    assert runner._resolve_lora_variant(adapted) == f"lora+{TAIL_VARIANT}"
 
 
 def test_each_shape_is_captured_without_and_with_the_tail(make_drafter_config: Any) -> None:

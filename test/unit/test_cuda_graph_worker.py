@@ -22,6 +22,7 @@ from sglang_dlite.drafter import DLiteConfig, DraftBlock
 from sglang_dlite.speculative import target_tokens, verify_tail, worker
 from sglang_dlite.speculative.cuda_graph import TAIL_VARIANT, BothVariants
 from sglang_dlite.speculative.draft_graph import GraphedDrafter
+from sglang_dlite.speculative.verify_logits import VerifyLogits
 from sglang_dlite.speculative.verify_tail import VerifyTail
 from sglang_dlite.speculative.worker import DLiteWorker
 
@@ -156,6 +157,8 @@ class ToyWorker(DLiteWorker):
         self.embed, self.config = (lambda ids: ids), config
         self.drafter: Any = ToyDrafter(config)
         self.capture: Any = SimpleNamespace(_table=None)
+        self.rejection = self.adaptive = None
+        self.options = VerifyLogits(width, lambda: torch.zeros(16, 64))
         self.tail = None
         if doubles is not None:
             self.tail = VerifyTail(self.drafter, self.embed, width)

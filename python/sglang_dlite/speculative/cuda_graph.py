@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 TAIL_VARIANT = "greedy-tail"
 
 
+def tail_label(label: str | None) -> str:
+    """The label of the variant with the tail; `label` is upstream's own (LoRA), or None."""
+    return TAIL_VARIANT if label is None else f"{label}+{TAIL_VARIANT}"
+
+
 def _is_dlite(algorithm: Any) -> bool:
     return getattr(algorithm, "name", None) == ALGORITHM
 
@@ -58,7 +63,7 @@ class BothVariants:
                 return forward_fn()
 
         self._backend.capture_one(shape_key, forward_fn, **options)
-        key = dataclasses.replace(shape_key, variant_label=TAIL_VARIANT)
+        key = dataclasses.replace(shape_key, variant_label=tail_label(shape_key.variant_label))
         self._backend.capture_one(key, forward_with_tail, **options)
 
 
@@ -90,10 +95,10 @@ def decode_runner_class() -> type:
                 self.backend = backend
 
         def _resolve_lora_variant(self, forward_batch: Any) -> Any:
-            # Upstream's one per-batch label of a graph; DLITE refuses LoRA.
-            if getattr(forward_batch.spec_info, "greedy_tail", False):
-                return TAIL_VARIANT
-            return super()._resolve_lora_variant(forward_batch)
+            # Upstream's one per-batch label of a graph.
+            label = super()._resolve_lora_variant(forward_batch)
+            folded = getattr(forward_batch.spec_info, "greedy_tail", False)
+            return tail_label(label) if folded else label
 
     return DLiteDecodeCudaGraphRunner
 

@@ -228,12 +228,6 @@ REFUSALS: tuple[Refusal, ...] = (
         f"use one of {', '.join(CUDA_ATTENTION)}",
     ),
     Refusal(
-        "--enable-two-batch-overlap",
-        _truthy("enable_two_batch_overlap"),
-        "pivot states of interleaved micro-batches would be mixed up",
-        DROP,
-    ),
-    Refusal(
         "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
         _metadata_glue_graph,
         "its frozen plans would be stale at the next verify pass",

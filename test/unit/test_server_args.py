@@ -18,6 +18,7 @@ from sglang_dlite.speculative.drafting import build_drafter, check_pair
 from sglang_dlite.speculative.refusals import REFUSALS
 
 Resolve = Callable[..., Any]
+CUDA = ("--device", "cuda", "--attention-backend", "triton")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,11 @@ def test_the_name_is_case_insensitive_and_a_width_is_kept(resolve: Resolve) -> N
     assert args.speculative_num_draft_tokens == 3
 
 
+def test_on_cuda_decode_graphs_are_on_and_prefill_graphs_off(resolve: Resolve) -> None:
+    graphs = resolve(*CUDA).cuda_graph_config
+    assert (graphs["decode"]["backend"], graphs["prefill"]["backend"]) == ("full", "disabled")
+
+
 @pytest.mark.parametrize("width", ["1", "0", "9", "64"])
 def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
     with pytest.raises(ValueError) as error:
@@ -100,6 +106,9 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--speculative-accept-threshold-acc", "0.5"), "0.5"),
         (("--speculative-draft-window-size", "128"), "128"),
         (("--cuda-graph-backend-prefill", "breakable"), "'breakable'"),
+        (("--cuda-graph-config", '{"prefill":{"backend":"full"}}', *CUDA), "'full'"),
+        (("--cuda-graph-backend-decode", "breakable", *CUDA), "'breakable'"),
+        (("--attention-backend", "torch_native", "--device", "cuda"), "'torch_native'"),
     ],
 )
 def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str) -> None:

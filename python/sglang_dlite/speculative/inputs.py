@@ -74,6 +74,8 @@ class DLiteVerifyInput(DFlashVerifyInput):
 
     # Read by upstream's intel_amx backend.
     tree_topk: int = 1
+    greedy_tail: bool = False
+    """Replay the verify graph that also accepts and drafts (verify_tail.py)."""
 
     @property
     def max_tree_depth(self) -> int:

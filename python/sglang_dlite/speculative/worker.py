@@ -16,12 +16,18 @@ import torch
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dlite.drafter import DraftBlock
 from sglang_dlite.speculative.acceptance import match_drafts, next_token_group, pivot_rows
-from sglang_dlite.speculative.drafting import build_drafter, check_pair, require_sampled_drafts
+from sglang_dlite.speculative.cuda_graph import capture_draft
+from sglang_dlite.speculative.drafting import (
+    Drafter,
+    build_drafter,
+    check_pair,
+    require_sampled_drafts,
+)
 from sglang_dlite.speculative.inputs import (
     DLiteDraftInput,
     DLiteVerifyInput,
@@ -33,6 +39,7 @@ from sglang_dlite.speculative.rejection import RejectionSampling
 from sglang_dlite.speculative.target_tokens import broadcast_from_rank0, target_tokens
 from sglang_dlite.speculative.token_groups import prefill_token_group
 from sglang_dlite.speculative.verify_logits import Barrier, VerifyLogits
+from sglang_dlite.speculative.verify_tail import VerifyTail, is_plain_greedy
 from sglang_dlite.speculative.width_control import NOT_DRAFTED, WidthControl, make_width_control
 
 logger = logging.getLogger(__name__)
@@ -53,7 +60,7 @@ class DLiteWorker(BaseSpecWorker):
         # Without an adapter: its segments are those of the target's batch, not of the drafter's.
         self.embed = unwrap_lora_layer(runner.model.get_input_embeddings())
         # Loaded here, before memory is profiled: its bytes are then not given to the KV pool.
-        self.drafter = build_drafter(
+        self.drafter: Drafter = build_drafter(
             options.speculative_draft_model_path,
             options.speculative_draft_model_revision,
             self.device,
@@ -76,6 +83,11 @@ class DLiteWorker(BaseSpecWorker):
         self.adaptive: WidthControl | None = (
             make_width_control(self.width) if server_args.speculative_adaptive else None
         )
+        # SGLang calls both while it captures the verify graphs, and never without graphs.
+        runner.capture_head_hooks.append(self.capture.start_graph)
+        self.tail = self._verify_tail()
+        if self.tail is not None:
+            runner.capture_tail_hooks.append(self.tail)
         logger.info(
             "DLITE: verify width %s%d, %d pivot states, no draft KV.",
             "1 to " if self.adaptive else "",
@@ -93,6 +105,14 @@ class DLiteWorker(BaseSpecWorker):
     def draft_worker(self) -> None:
         """There is none: BaseSpecWorker's defaults then need no draft pool or graph."""
         return None
+
+    def init_cuda_graphs(self) -> None:
+        """Called after the target's graphs are captured; the draft step is captured likewise."""
+        captured = capture_draft(self.drafter, self.embed, self._target_worker.model_runner)
+        if captured is not None:
+            self.drafter = captured.drafter
+            self._additional_graph_memory_usage["draft_decode"] = captured.memory_gb
+            self._additional_graph_time_usage["draft_decode"] = captured.seconds
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -143,11 +163,18 @@ class DLiteWorker(BaseSpecWorker):
             drafts = drafts[:, : width - 1].clamp(min=0)
         candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
         prefix_lens = batch.seq_lens  # [n], without the anchor
-        forward_batch = self._verify_batch(batch, candidates)
+        tail = self.tail
+        if tail is not None and not (tail.fits(len(prefix_lens)) and is_plain_greedy(batch)):
+            tail = None
+        forward_batch = self._verify_batch(batch, candidates, greedy_tail=tail is not None)
+        if tail is not None:
+            tail.stage(earlier)
         grammar_tree = self.options.before_verify(batch, candidates)
         target = self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True
         )
+        if tail is not None and target.can_run_cuda_graph:
+            return self._finished_round(tail, target, forward_batch, prefix_lens, on_publish)
         logits_output = target.logits_output
         self.options.apply(
             batch, candidates, logits_output.next_token_logits, grammar_tree, grammar_barrier
@@ -193,9 +220,54 @@ class DLiteWorker(BaseSpecWorker):
         if self.adaptive is not None:
             self.adaptive.completed(num_correct_drafts_per_req, batch_size)
 
+    def _finished_round(
+        self,
+        tail: VerifyTail,
+        target: GenerationBatchResult,
+        forward_batch: ForwardBatch,
+        prefix_lens: torch.Tensor,
+        on_publish: Publish | None,
+    ) -> GenerationBatchResult:
+        """The result of a verify pass whose graph has also accepted and drafted."""
+        step = tail.read(prefix_lens.shape[0])
+        accept_lens = (step.num_accepted + 1).to(torch.int32)  # [n]
+        new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        target.logits_output.hidden_states = None
+        drafts, earlier = step.draft_ids[:, : self.num_drafts], step.token_group[:, 1:-1]
+        return GenerationBatchResult(
+            logits_output=target.logits_output,
+            next_token_ids=step.output_ids.reshape(-1),
+            accept_lens=accept_lens,
+            new_seq_lens=new_seq_lens,
+            next_draft_input=DLiteDraftInput(
+                bonus_tokens=step.token_group[:, -1].contiguous(),
+                hidden_states=torch.cat([drafts, earlier], dim=1),
+            ),
+            speculative_num_draft_tokens=self.width,
+            can_run_cuda_graph=True,
+            routed_experts_output=target.routed_experts_output,
+            indexer_topk_output=target.indexer_topk_output,
+            extra_keep_alive_refs=[forward_batch],
+        )
+
     # -- parts ----------------------------------------------------------------------------------
 
-    def _verify_batch(self, batch: Any, candidates: torch.Tensor) -> ForwardBatch:
+    def _verify_tail(self) -> VerifyTail | None:
+        """The tail of the verify graphs, where it can decide all that a round needs.
+
+        Not under tensor parallelism, whose decisions are broadcast from rank 0 outside of graphs,
+        not with rejection sampling, which relays more than token ids, and not at a width that
+        changes.
+        """
+        if get_parallel().tp_size > 1 or self.rejection is not None or self.adaptive is not None:
+            return None
+        return VerifyTail(self.drafter, self.embed, self.width)
+
+    def _verify_batch(
+        self, batch: Any, candidates: torch.Tensor, *, greedy_tail: bool = False
+    ) -> ForwardBatch:
         """The TARGET_VERIFY batch: D rows per request behind its committed prefix."""
         runner = self._target_worker.model_runner
         width = candidates.shape[1]
@@ -214,6 +286,7 @@ class DLiteWorker(BaseSpecWorker):
             draft_token=candidates.reshape(-1),
             positions=positions.reshape(-1),
             draft_token_num=width,
+            greedy_tail=greedy_tail,
         )
         prefix_lens = batch.seq_lens
         prefix_lens_cpu, prefix_lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum

@@ -151,40 +151,31 @@ def test_lora_is_refused_on_a_cpu_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm,adaptive,words",
-    [
-        ("DLITE", False, None),
-        ("DLITE", True, "--speculative-adaptive with --enable-lora"),
-        ("NGRAM", False, None),
-        ("UNO", False, "LoRA is only compatible with"),
-    ],
+    "algorithm,words",
+    [("DLITE", None), ("NGRAM", None), ("UNO", "LoRA is only compatible with")],
 )
-def test_lora_passes_upstreams_check_at_one_width(
-    algorithm: str, adaptive: bool, words: str | None
-) -> None:
+def test_lora_passes_upstreams_check(algorithm: str, words: str | None) -> None:
     from sglang.srt.arg_groups import lora_hook
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    args = ServerArgs(model_path="", speculative_algorithm=algorithm, speculative_adaptive=adaptive)
+    args = ServerArgs(model_path="", speculative_algorithm=algorithm)
     with pytest.raises(ValueError, match=words) if words else nullcontext():
         lora_hook.check_lora_speculative_compatibility(args)
 
 
-def test_adaptive_width_is_ours_alone(resolve: Resolve) -> None:
-    """The worker reads what was typed; upstream's own controller must not start as well."""
-    args = resolve("--speculative-adaptive")
-    assert args.speculative_adaptive is False
-    assert args.speculative_num_draft_tokens == 8
-
-
-def test_adaptive_width_is_refused_on_cuda() -> None:
-    from sglang_dlite.speculative.refusals import REFUSALS
-
-    args = SimpleNamespace(device="cuda", _raw_input={"speculative_adaptive": True})
-    hits = [r for r in REFUSALS if r.option == "--speculative-adaptive" and r.value(args)]
-    assert len(hits) == 1 and "CPU only" in hits[0].reason
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_lora_never_meets_an_adaptive_width(device: str) -> None:
+    """Its decode graphs are made for one width."""
+    given = {"enable_lora": True, "_raw_input": {"speculative_adaptive": True}}
+    args = SimpleNamespace(device=device, disaggregation_mode="null", **given)
+    refused = {
+        refusal.option
+        for refusal in REFUSALS
+        if refusal.option in ("--enable-lora", "--speculative-adaptive") and refusal.value(args)
+    }
+    assert refused
 
 
 def test_prefill_graphs_are_off(resolve: Resolve) -> None:

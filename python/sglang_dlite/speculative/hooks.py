@@ -55,20 +55,12 @@ def check_lora(original: Callable[[Any], None], server_args: Any) -> None:
 
     What the names on it share, and what LoRA's segments need, is one verify width for all
     requests; DLITE's verify input is upstream's DFLASH one. The drafter runs without adapters.
-
-    Raises:
-        ValueError: with --speculative-adaptive, whose widths LoRA's decode graphs do not have.
+    (Adaptive width, which LoRA's decode graphs do not follow, is refused wherever LoRA is not.)
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    view = resolving_view(server_args)
-    if (view.speculative_algorithm or "").upper() != ALGORITHM:
+    if (resolving_view(server_args).speculative_algorithm or "").upper() != ALGORITHM:
         original(server_args)
-    elif view.speculative_adaptive:
-        raise ValueError(
-            "--speculative-adaptive with --enable-lora and --speculative-algorithm DLITE is not "
-            "supported: LoRA's decode graphs are made for one verify width. Drop one of the two."
-        )
 
 
 HOOKS: tuple[Hook, ...] = (

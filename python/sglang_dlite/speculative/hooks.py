@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from sglang_dlite import ALGORITHM, SGLANG_VERSION
 from sglang_dlite.platforms import has_accelerator, sampling
 from sglang_dlite.platforms import hooks as cpu
-from sglang_dlite.speculative import cuda_graph, request_validation
+from sglang_dlite.speculative import cuda_graph, request_validation, stop_strings
 
 
 class Hook(NamedTuple):
@@ -95,6 +95,14 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "req"),
         False,
         "request options that DLITE does not serve are refused with a 400",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        "AROUND",
+        stop_strings.check_token_by_token,
+        ("self", "new_accepted_len"),
+        False,
+        "of the stop strings and tokens in one block, the first one does not always win",
     ),
     Hook(
         "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",

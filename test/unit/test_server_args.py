@@ -134,6 +134,7 @@ def test_no_seeds_on_a_cpu(resolve: Resolve) -> None:
     [
         ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
         ("--enable-two-batch-overlap", {"enable_two_batch_overlap": True}),
+        ("--rl-on-policy-target", {"rl_on_policy_target": "fsdp"}),
     ],
 )
 def test_options_that_upstream_takes_on_a_gpu_only(option: str, fields: dict[str, Any]) -> None:

@@ -196,6 +196,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "a grammar takes rejected drafts back, which outlines cannot",
         "use xgrammar (the default) or llguidance",
     ),
+    Refusal(
+        "--rl-on-policy-target",
+        _truthy("rl_on_policy_target"),
+        "its bf16 log-softmax law is not the one that verify rows are sampled from",
+        NO_SPECULATION,
+    ),
     # -- graphs ---------------------------------------------------------------------------------
     Refusal(
         "--enable-torch-compile",

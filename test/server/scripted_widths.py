@@ -49,8 +49,8 @@ def predict_histogram(widths: list[int], num_tokens: int) -> list[int]:
     return [counts[n] for n in range(max(counts, default=-1) + 1)]
 
 
-def make(path: str, device: str, dtype: torch.dtype) -> oracle.OracleDrafter:
-    """The factory that DLITE_DRAFTER_FACTORY names."""
+def script_widths() -> None:
+    """Put the script in the policy's place in this process, and log what is settled."""
     folder = Path(os.environ[FOLDER_VARIABLE])
     steps = itertools.count()
     chosen = WidthPolicy.next_width
@@ -74,4 +74,9 @@ def make(path: str, device: str, dtype: torch.dtype) -> oracle.OracleDrafter:
         return width
 
     WidthPolicy.next_width = next_width
+
+
+def make(path: str, device: str, dtype: torch.dtype) -> oracle.OracleDrafter:
+    """The factory that DLITE_DRAFTER_FACTORY names."""
+    script_widths()
     return oracle.make(path, device, dtype)

@@ -60,12 +60,8 @@ class Live:
         await self.manager.continue_generation(ContinueGenerationReqInput())
 
     async def load_weights(self, checkpoint: Path) -> None:
-        """Weights from another checkpoint of the same shape; running requests go on with them."""
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
-        update = UpdateWeightFromDiskReqInput(model_path=str(checkpoint))
-        success, message, _ = await self.manager.update_weights_from_disk(update)
-        assert success, message
+        """As `load_weights` below, within a scenario."""
+        await _load_weights(self.manager, checkpoint)
 
     def done(self, rid: str) -> bool:
         return self.tasks[rid].done()
@@ -86,6 +82,19 @@ class Live:
         chosen = list(self.tasks if rids is None else rids)
         await asyncio.wait_for(asyncio.gather(*(self.tasks[rid] for rid in chosen)), PATIENCE_S)
         return [self.answers[rid] for rid in chosen]
+
+
+async def _load_weights(manager: Any, checkpoint: Path) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    update = UpdateWeightFromDiskReqInput(model_path=str(checkpoint))
+    success, message, _ = await manager.update_weights_from_disk(update)
+    assert success, message
+
+
+def load_weights(running: Any, checkpoint: Path) -> None:
+    """Weights of another checkpoint of the same shape; running requests go on with them."""
+    running.loop.run_until_complete(_load_weights(running.tokenizer_manager, checkpoint))
 
 
 def finish_type(answer: dict[str, Any]) -> str:

@@ -29,6 +29,10 @@ class Live:
         """Play a scenario on the engine's event loop."""
         return self.running.engine.loop.run_until_complete(scenario)
 
+    def flush_when_idle(self) -> bool:
+        """Whether the cache could be flushed, which it is when nothing is left of any request."""
+        return self.run(self.manager.flush_cache(timeout_s=10.0)).success
+
     def start(self, rid: str, request: Request, priority: int | None = None) -> None:
         """Send a request; it streams in the background."""
 
@@ -46,6 +50,7 @@ class Live:
         self.tasks[rid] = asyncio.get_running_loop().create_task(stream())
 
     def abort(self, rid: str) -> None:
+        """Ends every request whose id begins with `rid`."""
         self.manager.abort_request(rid=rid)
 
     async def pause(self, mode: str) -> None:

@@ -4,7 +4,6 @@ weights that are replaced."""
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from live import load_weights
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from scripted_widths import widths_environment, write_script
-from test_scheduling import OVERLAP, STRICT
+from test_scheduling import OVERLAP, STRICT, one_token_before
 from tiny_models import MAX_POSITIONS
 from workloads import CHUNK, Request, random_prompts
 
@@ -78,7 +77,7 @@ def test_every_width_at_the_end_of_the_context(
 ) -> None:
     """D = 1 .. 16 on one engine; the last position, and one token before it."""
     ends, expected = references.requests["context_end"], references.expected("context_end")
-    requests = [*ends, *(replace(r, max_new_tokens=r.max_new_tokens - 1) for r in ends)]
+    requests = [*ends, *one_token_before(ends, expected)]
     assert all(len(r.prompt) + r.max_new_tokens == MAX_POSITIONS for r in ends)
     with launch_oracle(
         references.target,

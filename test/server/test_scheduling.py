@@ -21,11 +21,13 @@ from greedy import greedy_with_transformers
 from live import Live, finish_type
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
-from workloads import CHUNK
+from workloads import CHUNK, Request
 
 pytestmark = pytest.mark.server
 
 POOL = 1280  # tokens: one context of 1024, or some ten of the workload's requests at once
+# More are admitted than fit: an admission counts one token of output.
+OVERCOMMIT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 OVERLAP = {"DLITE_CPU_OVERLAP": "1"}
 CHUNKED = {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
@@ -71,10 +73,9 @@ def running(
         references.target,
         references.table,
         configuration.drafter,
-        {**STRICT, **configuration.env},
+        {**STRICT, **OVERCOMMIT, **configuration.env},
         max_total_tokens=POOL,
         max_running_requests=SLOTS,
-        schedule_conservativeness=0.05,  # more are admitted than fit
         enable_priority_scheduling=True,
         **configuration.server,
     ) as engine:
@@ -92,7 +93,7 @@ def healthy_afterwards(running: OracleEngine, references: References) -> Iterato
     """Whatever a test did: the pools are whole, and the canary sings as predicted."""
     yield
     time.sleep(0.2)  # an idle scheduler checks its pools before it sleeps
-    assert running.engine.flush_cache().success
+    assert Live(running).flush_when_idle()
     canary = [references.requests["lengths"][-1], *references.requests["mixed"][40:43]]
     expected = [references.expected("lengths")[-1], *references.expected("mixed")[40:43]]
     for flush in (True, False):
@@ -131,33 +132,34 @@ def test_eviction_while_running(running: OracleEngine, references: References) -
     assert output_ids(turns) == references.expected("turns")
 
 
+def one_token_before(ends: list[Request], expected: list[list[int]]) -> list[Request]:
+    """The same requests, less one token of what the context has room for."""
+    return [replace(r, max_new_tokens=len(ids) - 1) for r, ids in zip(ends, expected, strict=True)]
+
+
 def test_chunk_boundaries_and_the_end_of_the_context(
     running: OracleEngine, references: References
 ) -> None:
-    """At the context's end, and one token before it; one beyond is refused."""
-    ends = references.requests["context_end"]
-    shorter = [replace(r, max_new_tokens=r.max_new_tokens - 1) for r in ends]
+    """At the context's end, and one token before it; a request for more is refused."""
+    ends, expected = references.requests["context_end"], references.expected("context_end")
+    requests = [*ends, *one_token_before(ends, expected)]
     for pattern in ("right", "wrong"):
         answers = running.play(references.requests["boundary"], pattern, flush=False)
         assert output_ids(answers) == references.expected("boundary")
-        answers = running.play([*ends, *shorter], pattern, flush=False)
-        expected = references.expected("context_end")
+        answers = running.play(requests, pattern, flush=False)
         assert output_ids(answers) == [*expected, *(ids[:-1] for ids in expected)]
     beyond = replace(ends[0], max_new_tokens=ends[0].max_new_tokens + 1)
     with pytest.raises(ValueError, match="context length"):
         running.play([beyond], "right")
 
 
-def test_releasing_memory(running: OracleEngine, references: References) -> None:
-    """On a CPU there is nothing to give back but the cache's content: a server stays as it is."""
-    request = references.requests["mixed"][50]
-    running.play([request], "right")
-    running.engine.release_memory_occupation()
-    running.engine.resume_memory_occupation()
-    answers = running.play([request], "right", flush=False)
-    assert output_ids(answers) == references.expected("mixed")[50:51]
-    assert answers[0]["meta_info"]["cached_tokens"] == 0
-    assert histograms(answers) == running.predicted([request], "right")
+def test_memory_is_not_released_on_a_cpu(running: OracleEngine, references: References) -> None:
+    """Upstream's calls would end the scheduler: refused, and the server serves on."""
+    for call in ("release_memory_occupation", "resume_memory_occupation"):
+        with pytest.raises(ValueError, match=f"{call} is not available on a CPU"):
+            getattr(running.engine, call)()
+    requests = references.requests["mixed"][50:52]
+    assert output_ids(running.play(requests, "right")) == references.expected("mixed")[50:52]
 
 
 def test_flush_is_refused_while_busy(live: Live, references: References) -> None:
@@ -172,7 +174,7 @@ def test_flush_is_refused_while_busy(live: Live, references: References) -> None
         return await live.finish()
 
     assert output_ids(live.run(scenario())) == [expected] * 6
-    assert live.running.engine.flush_cache().success
+    assert live.flush_when_idle()
     (answer,) = live.running.play([request], "right", flush=False)
     assert answer["meta_info"]["cached_tokens"] == 0
 
@@ -195,10 +197,10 @@ def test_abort_while_waiting(live: Live, references: References) -> None:
 
     async def scenario() -> list[dict[str, Any]]:
         for i in range(SLOTS + 24):
-            live.start(f"w-{i}", requests[i])
+            live.start(f"w-{i:02d}", requests[i])
         await live.until(lambda: live.answers)
         for i in waiting[::2]:
-            live.abort(f"w-{i}")
+            live.abort(f"w-{i:02d}")
         return await live.finish()
 
     for i, answer in enumerate(live.run(scenario())):
@@ -234,11 +236,11 @@ def test_abort_while_decoding(live: Live, references: References, pattern: str) 
     requests, expected = references.requests["mixed"], references.expected("mixed")
     live.running.prepare(pattern)
     rng = random.Random(13)
-    after = {f"d-{i}": rng.randrange(1, r.max_new_tokens) for i, r in enumerate(requests[::2])}
+    after = {f"d-{i:02d}": rng.randrange(1, r.max_new_tokens) for i, r in enumerate(requests[::2])}
 
     async def scenario() -> list[dict[str, Any]]:
         for i, request in enumerate(requests[::2]):
-            live.start(f"d-{i}", request)
+            live.start(f"d-{i:02d}", request)
         left = {rid for i, rid in enumerate(after) if i % 2}
         while left:
             await live.until(
@@ -264,30 +266,30 @@ def test_abort_while_decoding(live: Live, references: References, pattern: str) 
 
 
 def test_preemption_by_urgent_requests(live: Live, references: References) -> None:
+    """All slots are taken; who is urgent throws out who is not, and is done before anyone else."""
+    if live.running.info["page_size"] > 16:
+        pytest.skip("the pool has no room for a request per slot at this page size")
     requests, expected = references.requests["mixed"], references.expected("mixed")
-    # Short prompts: all slots are taken, and nothing but the urgent ones throws a request out.
-    patient = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))[:SLOTS]
-    urgent = [i for i in range(len(requests)) if i not in patient][:6]
+    by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
+    patient, urgent = by_length[:SLOTS], by_length[SLOTS : SLOTS + 6]
+    live.running.prepare("wrong")
 
-    async def scenario(with_urgent: bool) -> list[dict[str, Any]]:
-        live.tasks.clear()
+    async def scenario() -> tuple[bool, list[dict[str, Any]]]:
         for i in patient:
-            live.start(f"{with_urgent}-{i}", replace(requests[i], max_new_tokens=20))
-        await live.until(lambda: sum(bool(live.output(rid)) for rid in live.tasks) == SLOTS)
-        for i in urgent if with_urgent else ():
-            live.start(f"{with_urgent}-{i}", requests[i], URGENT)
-        return await live.finish()
+            live.start(f"patient-{i}", replace(requests[i], max_new_tokens=32))
+        await live.until(lambda: len(live.answers) == SLOTS)
+        for i in urgent:
+            live.start(f"urgent-{i}", replace(requests[i], max_new_tokens=6), URGENT)
+        await live.finish(f"urgent-{i}" for i in urgent)
+        first = not any(live.done(f"patient-{i}") for i in patient)
+        return first, await live.finish()
 
-    retractions = {}
-    for with_urgent in (False, True):
-        live.running.prepare("wrong")
-        answers = live.run(scenario(with_urgent))
-        count = len(patient)
-        assert output_ids(answers[count:]) == [expected[i] for i in urgent[: len(answers) - count]]
-        for i, answer in zip(patient, answers, strict=False):
-            assert answer["output_ids"][: len(expected[i])] == expected[i][:20]
-        retractions[with_urgent] = sum(a["meta_info"]["num_retractions"] for a in answers[:count])
-    assert retractions[True] > retractions[False]
+    first, answers = live.run(scenario())
+    for i, answer in zip([*patient, *urgent], answers, strict=True):
+        count = min(len(expected[i]), len(answer["output_ids"]))
+        assert answer["output_ids"][:count] == expected[i][:count]
+    assert first
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers[:SLOTS]) >= 6
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -346,7 +348,8 @@ def test_pause_that_aborts(live: Live, references: References) -> None:
 def test_new_weights_and_back(live: Live, references: References, tmp_path: Path) -> None:
     """In a pause: what a running request outputs from then on is the new weights' choice."""
     other = tiny_models.make_target(tmp_path / "other", seed=5)
-    request, expected = references.requests["mixed"][50], references.expected("mixed")[50]
+    expected = max(references.expected("mixed"), key=len)
+    request = references.requests["mixed"][references.expected("mixed").index(expected)]
     live.running.prepare("wrong")
 
     async def scenario() -> tuple[list[int], list[int]]:

@@ -43,11 +43,15 @@ class Setting(NamedTuple):
 
 
 POOL = "1536"
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+ENV = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    # More are admitted than fit: an admission counts one token of output.
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1",
+}
 COMMON = (
     *("--dtype", "float32", "--random-seed", "0", "--log-level", "warning"),
     *("--max-total-tokens", POOL, "--max-running-requests", "16"),
-    *("--schedule-conservativeness", "0.05"),  # more are admitted than fit
     *("--enable-priority-scheduling", "--enable-custom-logit-processor"),
 )
 SETTINGS = (
@@ -91,7 +95,7 @@ def soak(
     oracle = oracle_environment(models / "table.safetensors", folder)
     started = time.monotonic()
     try:
-        with environment(**STRICT, **oracle, **setting.env), server:
+        with environment(**ENV, **oracle, **setting.env), server:
             server.wait_ready()
             canary = Canary(server.base_url, cases, folder / "pattern")
             canary.sing("start", leg)

@@ -56,7 +56,7 @@ class Traffic:
 
     def _start(self) -> None:
         self.number += 1
-        rid = f"soak-{self.number}"
+        rid = f"soak-{self.number:07d}"  # an abort ends all ids that begin so
         task = asyncio.create_task(self._play(rid))
         self.running[rid] = task
         task.add_done_callback(lambda _: self.running.pop(rid))

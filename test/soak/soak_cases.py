@@ -18,6 +18,7 @@ from workloads import Request
 Params = dict[str, Any]
 NUM_CASES = 120
 LONG_PROMPT = 240  # several chunks
+FEWEST = 16  # tokens that a request asks for, at least
 PREFIX_LEN = 70  # of the prompts that share one
 
 
@@ -47,7 +48,11 @@ def _bias(rng: random.Random) -> Params:
 
 def _least(rng: random.Random) -> Params:
     stops = rng.sample(range(NUM_PRINTABLE), NUM_PRINTABLE // 2)
-    return {"min_new_tokens": rng.randrange(1, 20), "stop_token_ids": stops, "ignore_eos": False}
+    return {
+        "min_new_tokens": rng.randrange(1, FEWEST + 1),
+        "stop_token_ids": stops,
+        "ignore_eos": False,
+    }
 
 
 def _stop_tokens(rng: random.Random) -> Params:
@@ -121,7 +126,7 @@ def make_requests(seed: int, count: int = NUM_CASES) -> list[tuple[str, Request]
                 Request(
                     prompt=(*prefix, *own[:20]) if kind == "prefix" else own,
                     sequence=index,
-                    max_new_tokens=rng.randrange(8, 60),
+                    max_new_tokens=rng.randrange(FEWEST, 60),
                     params=KINDS[kind](rng),
                     logprobs=kind == "logprobs",
                     processor=PrefixHash.to_str() if kind == "processor" else None,

@@ -59,10 +59,10 @@ def sampled_error(
     finish = answer["meta_info"]["finish_reason"]["type"]
     if any(not 0 <= token < VOCAB_SIZE for token in ids):
         return f"output_ids {ids} beyond the vocabulary"
-    if case.request.logprobs and len(answer["meta_info"]["output_token_logprobs"]) != len(ids):
-        return "not one log-probability per token"
     if aborted and finish == "abort":
         return None
+    if case.request.logprobs and len(answer["meta_info"]["output_token_logprobs"]) != len(ids):
+        return "not one log-probability per token"
     if finish not in ("stop", "length") or (finish == "length") > (len(ids) == max_new_tokens):
         return f"finish_reason {finish} after {len(ids)} of {max_new_tokens} tokens"
     if not 0 < len(ids) <= max_new_tokens:

@@ -53,6 +53,7 @@ class Traffic:
             await asyncio.sleep(min(self.rng.expovariate(1 / gap), weather_until - now + 0.001))
         await events
         await asyncio.gather(*self.running.values())
+        await self.http.aclose()
 
     def _start(self) -> None:
         self.number += 1
@@ -67,7 +68,8 @@ class Traffic:
         rng, request = self.rng, case.request
         params = request.sampling_params
         if rng.random() < SHORTENED:
-            params["max_new_tokens"] = rng.randrange(1, request.max_new_tokens + 1)
+            fewest = params.get("min_new_tokens", 1)
+            params["max_new_tokens"] = rng.randrange(fewest, request.max_new_tokens + 1)
         if rng.random() < SAMPLED:
             params["temperature"] = rng.uniform(0.3, 1.5)
             params |= rng.choice(

@@ -90,6 +90,7 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
             ("--lora-paths", "name=path"),
             "[",
         ),
+        (("--enable-memory-saver",), "True"),
         (("--enable-attn-tp-input-scattered",), "True"),
         (("--enable-layernorm-sp", "--tp-size", "2"), "True"),
         (("--disaggregation-mode", "prefill"), "'prefill'"),

@@ -170,6 +170,17 @@ HOOKS: tuple[Hook, ...] = (
             ("update_weights_from_ipc", ("self", "recv_req")),
         )
     ),
+    *(
+        Hook(
+            f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{name}",
+            "AROUND",
+            cpu.refuse_memory_release,
+            ("self", "obj", "request"),
+            True,
+            "the scheduler would synchronize a CUDA device, and end with its error",
+        )
+        for name in ("release_memory_occupation", "resume_memory_occupation")
+    ),
 )
 
 RESOLUTION_STEP = "handle_missing_default_values"

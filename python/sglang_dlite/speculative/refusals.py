@@ -151,6 +151,12 @@ REFUSALS: tuple[Refusal, ...] = (
         )
         for field in ("enable_lora", "lora_paths")
     ),
+    Refusal(
+        "--enable-memory-saver",
+        _on_a_cpu("enable_memory_saver"),
+        "torch_memory_saver replaces CUDA's allocator",
+        DROP,
+    ),
     *(
         Refusal(
             f"--{field.replace('_', '-')}",

@@ -98,10 +98,15 @@ def test_that_check_finds_one_seed_for_two_draws() -> None:
     assert _worst_chi_square(OneSeed, 5.0) > 50
 
 
-def _draft_fake(drafter_class: type[FusedDrafter], n: int, group: int, sampled: bool) -> Any:
+def _draft_fake(
+    drafter_class: type[FusedDrafter], n: int, group: int, sampled: bool, constants: str = "cuda"
+) -> Any:
+    """A step on fake tensors of a GPU, which no operator may mix with those of a CPU."""
     config = SMALL.config(anchor_group_size=group)
-    with FakeTensorMode():
-        drafter = drafter_class(DLiteDrafter(config).requires_grad_(False))
+    with FakeTensorMode(), torch.device("cuda"):
+        module = DLiteDrafter(config).requires_grad_(False)
+        module.constants.to(constants)
+        drafter = drafter_class(module)
         table = torch.empty(config.vocab_size, config.hidden_size)
         states = torch.empty(n, config.num_pivot_states, config.hidden_size)
         tokens = torch.empty(n, group, dtype=torch.int64)
@@ -131,6 +136,11 @@ def test_that_check_finds_a_planted_sync() -> None:
 
     with pytest.raises(DataDependentOutputException):
         _draft_fake(Item, 2, 1, False)
+
+
+def test_that_check_finds_a_tensor_on_the_cpu() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        _draft_fake(FusedDrafter, 2, 1, False, constants="cpu")
 
 
 def test_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from graph_double import DoubleBackend
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.device_communicators import pynccl_allocator
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
+from sglang.srt.model_executor.runner_utils import pool
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang_dlite.speculative import refusals
+from sglang_dlite.speculative import cuda_graph, refusals
 from sglang_dlite.speculative.cuda_graph import (
     TAIL_VARIANT,
     BothVariants,
@@ -188,6 +193,41 @@ def test_pivot_states_of_all_graphs_share_one_table() -> None:
 def test_without_graphs_of_the_target_the_draft_is_eager(graphs: Any) -> None:
     runner = SimpleNamespace(decode_cuda_graph_runner=graphs)
     assert capture_draft(None, None, runner) is None  # type: ignore[arg-type]
+
+
+def test_draft_graphs_lie_in_sglangs_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose id its symmetric memory must know, and whose borrowers it watches at a replay."""
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def scope(name: str) -> Iterator[Any]:
+        seen.append(name)
+        yield SimpleNamespace(stream="stream")
+        seen.append(f"after {name}")
+
+    class Recorder:
+        def __init__(self, capture_stream: Any, pool: Any) -> None:
+            self.capture_stream, self.pool = capture_stream, pool
+
+        def __call__(self, function: Any) -> Any:
+            with self.capture_stream() as stream:
+                seen.append((stream, self.pool))
+            return SimpleNamespace(replay=lambda: seen.append("replayed"))
+
+    monkeypatch.setattr(pool, "get_or_create_global_graph_memory_pool", lambda module: "pool")
+    monkeypatch.setattr(pool, "get_or_create_global_graph_capture_stream", lambda: None)
+    monkeypatch.setattr(pool, "graph_pool_capture_scope", lambda: scope("capture"))
+    monkeypatch.setattr(pool, "graph_pool_replay_scope", lambda: scope("replay"))
+    monkeypatch.setattr(parallel_state, "graph_capture", lambda stream: scope("collectives"))
+    monkeypatch.setattr(pynccl_allocator, "_graph_pool_id", None)
+    monkeypatch.setattr(cuda_graph, "CudaRecorder", Recorder)
+
+    graph = cuda_graph._cuda_recorder()(lambda: None)
+    assert pynccl_allocator._graph_pool_id == "pool"
+    inside = [("stream", "pool"), "after collectives", "after capture"]
+    assert seen == ["capture", "collectives", *inside]
+    graph.replay()
+    assert seen[-3:] == ["replay", "replayed", "after replay"]
 
 
 def cuda(**values: Any) -> SimpleNamespace:

@@ -154,6 +154,7 @@ class ToyWorker(DLiteWorker):
         BaseSpecWorker.__init__(self)
         self._target_worker: Any = ToyTarget(config)
         self.device, self.width, self.num_drafts = "cpu", width, width - 1
+        self._offsets = torch.arange(width)
         self.embed, self.config = (lambda ids: ids), config
         self.drafter: Any = ToyDrafter(config)
         self.capture: Any = SimpleNamespace(_table=None)
@@ -167,13 +168,15 @@ class ToyWorker(DLiteWorker):
                 self.drafter, self.embed, SIZES, doubles.record, device="cpu", dtype=torch.float32
             )
 
-    def _verify_batch(self, batch: Any, candidates: Any, *, greedy_tail: bool = False) -> Any:
-        positions = batch.seq_lens[:, None] + torch.arange(self.width)
-        return SimpleNamespace(
-            input_ids=candidates.reshape(-1),
-            positions=positions.reshape(-1),
-            greedy_tail=greedy_tail,
-        )
+
+def toy_verify_batch(
+    batch: Any, candidates: Any, offsets: Any, target: Any, *, greedy_tail: bool = False
+) -> Any:
+    """In place of `verify_batch`, which needs a server."""
+    positions = batch.seq_lens[:, None] + offsets
+    return SimpleNamespace(
+        input_ids=candidates.reshape(-1), positions=positions.reshape(-1), greedy_tail=greedy_tail
+    )
 
 
 def sampling_info(n: int, greedy: bool, **changes: Any) -> SamplingBatchInfo:
@@ -296,6 +299,7 @@ def check(requests: list[Request], server: DLiteWorker) -> None:
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = SimpleNamespace(tp_group=SimpleNamespace(world_size=1), tp_size=1)
     monkeypatch.setattr(target_tokens, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(worker, "verify_batch", toy_verify_batch)
 
 
 def make_worker(make_config: MakeConfig, doubles: Doubles | None, g: int, width: int) -> ToyWorker:

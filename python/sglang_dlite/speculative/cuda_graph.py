@@ -15,7 +15,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dlite import ALGORITHM
-from sglang_dlite.speculative.draft_graph import CudaRecorder, GraphedDrafter, Record
+from sglang_dlite.speculative.draft_graph import (
+    CudaRecorder,
+    GraphedDrafter,
+    Record,
+    Recording,
+)
 from sglang_dlite.speculative.verify_tail import VerifyTail
 
 if TYPE_CHECKING:
@@ -136,19 +141,40 @@ class CapturedDraft(NamedTuple):
     seconds: float
 
 
+class _ScopedReplay(NamedTuple):
+    """A graph whose replay SGLang's graph pool is told of."""
+
+    graph: Recording
+    scope: Callable[[], AbstractContextManager[None]]
+
+    def replay(self) -> None:
+        with self.scope():
+            self.graph.replay()
+
+
 def _cuda_recorder() -> Record:
+    """Records into SGLang's own graph pool, as its other graph runners do.
+
+    No memory is taken twice, as draft and target never run at once. And under tensor parallelism
+    --enable-symm-mem needs it: the embedding then allocates aside of the pool that SGLang knows.
+    """
+    import torch
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
     from sglang.srt.distributed.parallel_state import graph_capture
-    from sglang.srt.model_executor.runner_utils.pool import (
-        get_or_create_global_graph_capture_stream,
-    )
+    from sglang.srt.model_executor.runner_utils import pool as upstream
+
+    pool = upstream.get_or_create_global_graph_memory_pool(torch.cuda)
 
     @contextmanager
     def capture_stream() -> Iterator[Any]:
+        set_graph_pool_id(pool)
+        stream = upstream.get_or_create_global_graph_capture_stream()
         # Makes collectives capturable: under tensor parallelism the embedding holds one.
-        with graph_capture(stream=get_or_create_global_graph_capture_stream()) as context:
+        with upstream.graph_pool_capture_scope(), graph_capture(stream=stream) as context:
             yield context.stream
 
-    return CudaRecorder(capture_stream)
+    record = CudaRecorder(capture_stream, pool)
+    return lambda function: _ScopedReplay(record(function), upstream.graph_pool_replay_scope)
 
 
 def capture_draft(drafter: Drafter, embed: Embedding, model_runner: Any) -> CapturedDraft | None:

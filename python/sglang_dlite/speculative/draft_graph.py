@@ -49,20 +49,21 @@ def own_stream() -> Iterator[torch.cuda.Stream]:
 
 
 class CudaRecorder:
-    """Records functions as CUDA graphs that share one private memory pool.
+    """Records functions as CUDA graphs that share one memory pool, by default one of their own.
 
-    They may share it because they are replayed one after the other on one stream, and because
-    what they leave behind lies in static tensors outside of it. Record large shapes first: the
-    small ones then reuse their memory. `capture_stream` opens a context that yields the stream to
-    capture on; under tensor parallelism it is SGLang's `graph_capture`, which makes collectives
-    capturable.
+    They may share it, also with other graphs, because all are replayed one after the other on one
+    stream, and because what they leave behind lies in static tensors outside of it. Record large
+    shapes first: the small ones then reuse their memory. `capture_stream` opens a context that
+    yields the stream to capture on.
     """
 
     def __init__(
-        self, capture_stream: Callable[[], AbstractContextManager[Any]] = own_stream
+        self,
+        capture_stream: Callable[[], AbstractContextManager[Any]] = own_stream,
+        pool: Any = None,
     ) -> None:
         self._capture_stream = capture_stream
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
 
     def __call__(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Warm up, then capture. Raises whatever torch does when that fails."""

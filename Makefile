@@ -15,7 +15,7 @@ KERNEL_SOURCES := $(wildcard sgl-kernel/setup.py sgl-kernel/pyproject.toml sgl-k
                     sgl-kernel/python/sglang_dlite_kernel/*.py)
 KERNEL_STAMP   := $(VENV)/.sglang-dlite-kernel-installed
 
-.PHONY: help install demo serve check bench gpu-check test test-slow lint format clean
+.PHONY: help install demo serve check bench soak gpu-check test test-slow lint format clean
 
 help:  ## show this text
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -71,6 +71,9 @@ check: install  ## diagnose the installation
 
 bench: install  ## measure DLITE against the target alone, write work/bench/cpu/report.html (~9 min)
 	@$(BIN)/sglang-dlite bench --config cpu --max-minutes 15 $(ARGS)
+
+soak: install  ## 10 minutes of random traffic, every reply checked (ARGS="--minutes 2 --seed 1")
+	@$(BIN)/python test/soak $(ARGS)
 
 # Installs nothing: with no .venv, any $(PYTHON) that has torch, Triton and safetensors does.
 gpu-check: ## prove the CUDA path on this machine's GPU (JSON=file writes the results as well)

@@ -39,11 +39,15 @@ class OracleEngine:
         self, requests: Sequence[Request], pattern: str, *, flush: bool = True
     ) -> list[dict[str, Any]]:
         """Play requests with the drafter's pattern; `flush` empties the prefix cache before."""
+        self.prepare(pattern, flush=flush)
+        return play(self.engine, requests)
+
+    def prepare(self, pattern: str, *, flush: bool = True) -> None:
+        """What `play` does before it plays."""
         if flush:
             self.engine.flush_cache()
         (self.folder / "pattern").write_text(pattern)
         (self.folder / "log").write_text("")
-        return play(self.engine, requests)
 
     def predicted(self, requests: Sequence[Request], pattern: str) -> list[list[int]]:
         """Each request's verify passes by accepted drafts, from arithmetic alone."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import oracle
-import torch
 from engines import engine, play
+from greedy import greedy_with_transformers
 from option_workloads import OPTIONS, PROCESSOR, option_params, option_prompts
 from tiny_models import MAX_POSITIONS
 from workloads import RECORD_LEN, Request, base_prompts, mixed_requests, random_prompts
@@ -31,17 +31,6 @@ class References:
 
 def truncated(answer: dict[str, Any], length: int) -> dict[str, Any]:
     return {"output_ids": answer["output_ids"][:length]}
-
-
-def _continue_greedily(target: Path, ids: list[int], count: int) -> list[int]:
-    """HF's greedy continuation, for the oracle to know tokens beyond the context's end."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    with torch.no_grad():
-        for _ in range(count):
-            ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
-    return ids
 
 
 def record_references(target: Path, folder: Path) -> References:
@@ -136,8 +125,10 @@ def record_references(target: Path, folder: Path) -> References:
         requests["context_end"] = [Request(p, -1, MAX_POSITIONS - len(p)) for p in at_end]
         answers["context_end"] = play(running, requests["context_end"])
         for i, (prompt, answer) in enumerate(zip(at_end, answers["context_end"], strict=True)):
-            ids = _continue_greedily(target, [*prompt, *answer["output_ids"]], oracle.RECORDED)
-            sequence = keep(prompt, ids[len(prompt) :])
+            # The oracle knows tokens beyond the context's end, too.
+            output = answer["output_ids"]
+            more = greedy_with_transformers(target, [*prompt, *output], oracle.RECORDED)
+            sequence = keep(prompt, [*output, *more])
             requests["context_end"][i] = Request(prompt, sequence, MAX_POSITIONS - len(prompt))
         info = running.get_server_info()
     table = oracle.record(folder / "table.safetensors", target, sequences, prompt_lens)

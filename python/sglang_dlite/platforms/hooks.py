@@ -55,3 +55,18 @@ def repack_after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) ->
 
     if updater.device == "cpu":
         pack_linear_weights(updater.get_model())
+
+
+def refuse_memory_release(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND the control calls that release and resume memory: an error instead of a dead server.
+
+    Upstream synchronizes a CUDA device there, in the scheduler, which ends with that.
+
+    Raises:
+        ValueError: always; the HTTP server answers 400.
+    """
+    raise ValueError(
+        f"{original.__name__} is not available on a CPU: it needs torch_memory_saver, which "
+        "replaces CUDA's allocator. Flush the cache (/flush_cache), or stop the server to get its "
+        "memory back."
+    )

@@ -1,0 +1,114 @@
+"""Slow checks of one engine each: thousands of steps, every width at the context's end, packed
+weights that are replaced."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny_models
+from engines import engine, play
+from live import load_weights
+from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
+from references import References
+from scripted_widths import widths_environment, write_script
+from test_scheduling import OVERLAP, STRICT, one_token_before
+from tiny_models import MAX_POSITIONS
+from workloads import CHUNK, Request, random_prompts
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+STEPS = 20_000
+# Of the scheduler process, over the second half of the steps. A token id kept per step and request
+# would be some 10 MB.
+ALLOWED_GROWTH_MB = 8.0
+
+
+def scheduler_memory_mb() -> float:
+    """Resident memory of this process's scheduler."""
+    (scheduler,) = (
+        process
+        for process in psutil.Process().children(recursive=True)
+        if any("sglang::scheduler" in part for part in process.cmdline())
+    )
+    return scheduler.memory_info().rss / 1e6
+
+
+def test_thousands_of_steps(references: References, launch_oracle: LaunchOracle) -> None:
+    """Wrong drafts, so that every token is a verify pass; requests come and go all the time."""
+    requests, expected = references.requests["mixed"], references.expected("mixed")
+    canary = [references.requests["lengths"][-1]]
+
+    def sing(running: OracleEngine) -> None:
+        answers = running.play(canary, "cycle")
+        assert output_ids(answers) == references.expected("lengths")[-1:]
+        assert histograms(answers) == running.predicted(canary, "cycle")
+
+    with launch_oracle(
+        references.target,
+        references.table,
+        env={**STRICT, **OVERLAP},
+        max_total_tokens=2048,
+        page_size=16,
+        chunked_prefill_size=CHUNK,
+    ) as running:
+        sing(running)
+        steps = 0
+        memory: dict[int, float] = {}
+        while steps < STEPS:
+            answers = running.play(requests, "wrong", flush=False)
+            assert output_ids(answers) == expected
+            # A pass drafts for requests that have output something already; a prefill's do not.
+            steps += sum(max(entry["steps"]) > 0 for entry in running.log())
+            memory[steps] = scheduler_memory_mb()
+        time.sleep(1.0)  # the idle scheduler checks its pools
+        sing(running)
+    middle = next(used for done, used in memory.items() if done >= STEPS / 2)
+    growth = memory[steps] - middle
+    print(f"{steps} steps, {len(memory)} rounds, growth of the second half {growth:.1f} MB")
+    assert growth < ALLOWED_GROWTH_MB
+
+
+def test_every_width_at_the_end_of_the_context(
+    references: References, launch_oracle: LaunchOracle, tmp_path: Path
+) -> None:
+    """D = 1 .. 16 on one engine; the last position, and one token before it."""
+    ends, expected = references.requests["context_end"], references.expected("context_end")
+    requests = [*ends, *one_token_before(ends, expected)]
+    assert all(len(r.prompt) + r.max_new_tokens == MAX_POSITIONS for r in ends)
+    with launch_oracle(
+        references.target,
+        references.table,
+        {"block_size": 16},
+        {**STRICT, **widths_environment(tmp_path)},
+        speculative_adaptive=True,
+    ) as running:
+        for width in range(1, 17):
+            write_script(tmp_path, (width,))
+            for pattern in ("right", "wrong"):
+                answers = running.play(requests, pattern, flush=False)
+                assert output_ids(answers) == [*expected, *(ids[:-1] for ids in expected)]
+
+
+def test_packed_weights_follow_an_update_and_go_back(tmp_path: Path) -> None:
+    """bf16, whose packed copies are what is multiplied by: outputs are those of a fresh engine."""
+    first = tiny_models.make_target(tmp_path / "first", seed=0)
+    second = tiny_models.make_target(tmp_path / "second", seed=5)
+    drafter = tiny_models.make_drafter(tmp_path / "drafter")
+    requests = [Request(p, -1, 24) for p in random_prompts(31, [3, 17, 40, 90])]
+
+    def answers(running: Any) -> list[list[int]]:
+        return output_ids(play(running, requests))
+
+    with engine(first, drafter, dtype="bfloat16") as running:
+        before = answers(running)
+        load_weights(running, second)
+        changed = answers(running)
+        load_weights(running, first)
+        assert answers(running) == before
+    assert changed != before
+    with engine(second, drafter, dtype="bfloat16") as fresh:
+        assert answers(fresh) == changed

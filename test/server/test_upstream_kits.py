@@ -257,8 +257,21 @@ class TestPause(Embedded, PauseResumeInPlaceMixin):
     pause_ignore_eos = True
 
 
+class ChatTokenizer:
+    """Makes chat messages of a kit's sentences: as they are, this model ends most of them at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.bos_token_id = tokenizer, tokenizer.bos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        message = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
+
+
 class TestStreamingSessions(Embedded, StreamingSessionKitMixin):
-    pass
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return ChatTokenizer(super().tokenizer)
 
 
 class Paged(Served):

@@ -258,7 +258,7 @@ class TestPause(Embedded, PauseResumeInPlaceMixin):
 
 
 class ChatTokenizer:
-    """Makes chat messages of a kit's sentences: as they are, this model ends most of them at once."""
+    """Makes chat messages of a kit's sentences: as they are, this model ends them at once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.bos_token_id = tokenizer, tokenizer.bos_token_id

@@ -12,8 +12,10 @@ import pytest
 import references as recording
 import tiny_models
 from engines import engine
+from identifiers import Echo, record_echo
 from oracle_engine import LaunchOracle, OracleEngine, oracle_environment
 from references import References
+from sglang_dlite.embedded_model import EmbeddedModelError, prepare_embedded_model
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -52,3 +54,28 @@ def launch_oracle(tmp_path_factory: pytest.TempPathFactory) -> LaunchOracle:
             yield OracleEngine(running, folder, path)
 
     return launch
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Path:
+    """The chat model that comes with the package; the drafter for it is shipped_drafter_dir()."""
+    try:
+        return prepare_embedded_model()
+    except EmbeddedModelError as error:
+        pytest.skip(f"the embedded model cannot be prepared: {error}")
+
+
+@pytest.fixture(scope="session")
+def exact_dtype() -> str:
+    """The cheapest one in which a row does not depend on its batch (docs/testing.md)."""
+    try:
+        import sglang_dlite_kernel
+    except ImportError:
+        return "float32"
+    return "bfloat16" if sglang_dlite_kernel.has_matrix_unit() else "float32"
+
+
+@pytest.fixture(scope="session")
+def echo(embedded_model: Path, exact_dtype: str) -> Echo:
+    """Prompts that ask for identifiers, and the target's own replies (one engine start)."""
+    return record_echo(embedded_model, exact_dtype)

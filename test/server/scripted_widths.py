@@ -1,7 +1,8 @@
 """The oracle, with the width policy under the test's control inside the scheduler process.
 
 DLITE_DRAFTER_FACTORY=scripted_widths:make. The script is read from a file at every step: `policy`
-for the real one, else widths that are played in turn. Each width that is settled is logged.
+for the real one, as good as new, else widths that are played in turn. Each width that is settled
+is logged.
 """
 
 from __future__ import annotations
@@ -48,17 +49,22 @@ def predict_histogram(widths: list[int], num_tokens: int) -> list[int]:
     return [counts[n] for n in range(max(counts, default=-1) + 1)]
 
 
-def make(path: str, device: str, dtype: torch.dtype) -> oracle.OracleDrafter:
-    """The factory that DLITE_DRAFTER_FACTORY names."""
+def script_widths() -> None:
+    """Put the script in the policy's place in this process, and log what is settled."""
     folder = Path(os.environ[FOLDER_VARIABLE])
     steps = itertools.count()
     chosen = WidthPolicy.next_width
+    fresh = False  # whether the policy knows only what it has chosen itself
 
     def next_width(self: WidthPolicy, batch_size: int) -> int:
+        nonlocal fresh
         if torch.distributed.get_rank() > 0:
             return next(steps) % self.widths[-1] + 1  # rank 0's is what counts
         script = (folder / "script").read_text()
-        if script == "policy":
+        if script == "policy" and not fresh:
+            self.__init__(self.widths)
+        fresh = script == "policy"
+        if fresh:
             width = chosen(self, batch_size)
         else:
             widths = script.split()
@@ -68,4 +74,9 @@ def make(path: str, device: str, dtype: torch.dtype) -> oracle.OracleDrafter:
         return width
 
     WidthPolicy.next_width = next_width
+
+
+def make(path: str, device: str, dtype: torch.dtype) -> oracle.OracleDrafter:
+    """The factory that DLITE_DRAFTER_FACTORY names."""
+    script_widths()
     return oracle.make(path, device, dtype)

@@ -22,7 +22,8 @@ NEW_TOKENS = 12
 # Of log-probabilities, over six layers with activations rounded to 8 bits. Seen on qwen3: mean
 # 0.025 and worst 0.08 with the kernels, 0.026 and 0.13 without.
 ALLOWED = {"mean": 0.05, "worst": 0.3}
-# Where rounding sends a token to another expert. transformers' own bf16: mean 0.057, worst 0.40.
+# Where rounding sends a token to another expert. Seen: mean 0.054, worst 0.65; transformers' own
+# bf16, on other replies to the same prompts: 0.057 and 0.40.
 ALLOWED_OF_EXPERTS = {"mean": 0.1, "worst": 0.8}
 
 

@@ -112,6 +112,70 @@ def test_streamed_text_is_the_whole_text(
         list(pool.map(stream, chosen))
 
 
+@pytest.mark.parametrize("pattern", ["right", "cycle"])
+def test_log_probabilities_are_the_models_own(
+    client: Client, references: References, pattern: str
+) -> None:
+    """Of input, output, best and chosen tokens, against HF; of three samples, and streamed."""
+    import torch
+    import transformers
+
+    client.set_pattern(pattern)
+    request = references.requests["mixed"][20]
+    prompt, count, chosen = list(request.prompt), 21, [7, 70, 300]
+    expected = references.answers["mixed"][20]["output_ids"][:count]
+    assert len(expected) == count
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        references.target, dtype=torch.float32
+    )
+    with torch.no_grad():
+        law = model(torch.tensor([prompt + expected])).logits[0].log_softmax(-1)  # [len, V]
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": count},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 3,
+        "token_ids_logprob": chosen,
+    }
+
+    def check(meta: dict[str, Any], kind: str, ids: list[int], rows: torch.Tensor) -> None:
+        tokens, top, picked = (
+            meta[f"{kind}_{name}"]
+            for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+        )
+        if kind == "input":  # nothing comes before the prompt's first token
+            assert (tokens[0][0], top[0], picked[0]) == (None, None, None)
+            tokens, top, picked, ids = tokens[1:], top[1:], picked[1:], ids[1:]
+        assert [entry[1] for entry in tokens] == ids
+        for row, best, some in zip(rows, top, picked, strict=True):
+            assert [entry[1] for entry in best] == row.topk(3).indices.tolist()
+            assert [entry[1] for entry in some] == chosen
+        close = {"abs": 1e-4}
+        assert [entry[0] for entry in tokens] == pytest.approx(
+            rows[range(len(ids)), ids].tolist(), **close
+        )
+        for entries, values in ((top, rows.topk(3).values), (picked, rows[:, chosen])):
+            flat = [entry[0] for row in entries for entry in row]
+            assert flat == pytest.approx(values.flatten().tolist(), **close)
+
+    def check_reply(reply: dict[str, Any]) -> None:
+        assert reply["output_ids"] == expected
+        check(reply["meta_info"], "input", prompt, law[: len(prompt) - 1])
+        check(reply["meta_info"], "output", expected, law[len(prompt) - 1 : -1])
+
+    several = {**body, "sampling_params": {**body["sampling_params"], "n": 3}}
+    replies = client.http.post("/generate", json=several).json()
+    assert len(replies) == 3
+    for reply in replies:
+        check_reply(reply)
+    pieces = events(client, "/generate", {**body, "stream": True})
+    check_reply(pieces[-1])
+    for piece in pieces:
+        meta = piece["meta_info"]
+        assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
+
+
 def test_chat_turns_find_their_history_in_the_cache(client: Client) -> None:
     client.flush()
     messages = [{"role": "user", "content": "list the files"}]

@@ -47,6 +47,10 @@ def model(target: Path) -> Any:
         # Overlap: the head vectors go through upstream's relay. K * R is odd, which needs padding.
         pytest.param({"overlap": "1", "width": 4}, id="overlap"),
         pytest.param({"overlap": "0", "width": 3}, id="no-overlap-d3", marks=pytest.mark.slow),
+        # Each rank has its own random numbers; a wait for ever is a failure.
+        pytest.param(
+            {"overlap": "1", "width": 4, "ranks": 2}, id="two-ranks", marks=pytest.mark.slow
+        ),
     ],
 )
 def running(
@@ -68,6 +72,8 @@ def running(
         speculative_num_draft_tokens=request.param["width"],
         max_running_requests=64,
         random_seed=5,
+        tp_size=request.param.get("ranks", 1),
+        watchdog_timeout=120,
     ) as engine_:
         yield engine_
 

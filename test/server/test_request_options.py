@@ -151,13 +151,17 @@ def test_logprobs_are_taken_after_the_options(
                 )
 
 
-def test_whole_grammars(running: OracleEngine, references: References) -> None:
+def test_whole_grammars(
+    running: OracleEngine, configuration: Configuration, references: References
+) -> None:
     """Whatever is drafted, the output is a sentence of the grammar; by either backend."""
     import json
     import re
 
     requests = without_logprobs(references.requests["grammars"])
-    kept = [request for request in requests if "ebnf" not in request.params]
+    # llguidance compiles neither this ebnf nor xgrammar's kind of structural tag.
+    left_out = {"ebnf", "structural_tag"} if configuration.name == "llguidance" else {"ebnf"}
+    kept = [request for request in requests if not left_out & request.params.keys()]
     for pattern in ("right", "cycle"):
         for request, answer in zip(kept, running.play(kept, pattern), strict=True):
             assert answer["meta_info"]["finish_reason"]["type"] == "stop"
@@ -196,7 +200,7 @@ def penalised_law(
 
 
 def test_the_law_of_sampled_tokens_with_a_penalty(
-    running: OracleEngine, references: References
+    running: OracleEngine, configuration: Configuration, references: References
 ) -> None:
     """Temperature above 0: the first token is the prefill's, the others come of verify rows.
 
@@ -211,7 +215,9 @@ def test_the_law_of_sampled_tokens_with_a_penalty(
     observed = Counter(tuple(answer["output_ids"]) for answer in answers)
     law = penalised_law(references, request, length)
     assert set(observed) <= set(law)
-    assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers) > samples / 20
+    if configuration.alone:  # a request whose tokens all come of mixed batches verifies nothing
+        kept = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
+        assert kept > samples / 20
     assert chi_square_p(observed, law) > SIGNIFICANCE
 
 

@@ -77,4 +77,8 @@ def stop_requests(
             pair = ids[place : place + 2]
             if EOS_ID not in pair:
                 requests.append(Request(prompt, sequence, 40, {"stop": [text_of(pair)]}))
+            behind = ids[place + 2 : place + 3]  # in the same block, but not what ends the request
+            if behind and EOS_ID not in behind and not place % 3:
+                stops = [text_of(behind), text_of([ids[place]])]
+                requests.append(Request(prompt, sequence, 40, {"stop": stops}))
     return requests

@@ -239,17 +239,6 @@ def test_repeated_questions_are_asked_again(target: Path, tmp_path: Path) -> Non
     assert questions == ["the same question?", "another question?"]
 
 
-def test_questions_are_asked_many_at_once_and_none_is_wasted(
-    target: Path, tmp_path: Path, serve
-) -> None:
-    fake = serve(FakeEngine())
-    args = _args(target, tmp_path / "out", "--builtin", "self-instruct=5", "--max-new-tokens", "20")
-    assert command.run(args) == 0
-    sampled = [params["temperature"] > 0 for _, params in fake.asked]
-    assert len(_by_id(tmp_path / "out")) == 5
-    assert sampled[:3] == [True] * 3 and sum(sampled) == 5
-
-
 @pytest.mark.slow
 @pytest.mark.server
 def test_sigterm_ends_a_run_and_its_engine_at_once(target: Path, tmp_path: Path) -> None:

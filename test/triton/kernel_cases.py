@@ -66,6 +66,7 @@ SIZES = {
     "wide-group": Size(96, 14, 1, 6, 50, 5, 4, 9, 33, 127),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ALL_DTYPES = DTYPES | {"fp16": torch.float16}  # for the checks of everything at once
 
 
 def filled(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:

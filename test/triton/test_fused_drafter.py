@@ -25,6 +25,7 @@ from sglang_dlite.kernels.fused_drafter import (
     prepare_drafter,
     unsupported,
 )
+from sglang_dlite.kernels.launch import unsupported_gpu
 from sglang_dlite.speculative import drafting
 
 
@@ -98,10 +99,15 @@ def test_that_check_finds_one_seed_for_two_draws() -> None:
     assert _worst_chi_square(OneSeed, 5.0) > 50
 
 
-def _draft_fake(drafter_class: type[FusedDrafter], n: int, group: int, sampled: bool) -> Any:
+def _draft_fake(
+    drafter_class: type[FusedDrafter], n: int, group: int, sampled: bool, constants: str = "cuda"
+) -> Any:
+    """A step on fake tensors of a GPU, which no operator may mix with those of a CPU."""
     config = SMALL.config(anchor_group_size=group)
-    with FakeTensorMode():
-        drafter = drafter_class(DLiteDrafter(config).requires_grad_(False))
+    with FakeTensorMode(), torch.device("cuda"):
+        module = DLiteDrafter(config).requires_grad_(False)
+        module.constants.to(constants)
+        drafter = drafter_class(module)
         table = torch.empty(config.vocab_size, config.hidden_size)
         states = torch.empty(n, config.num_pivot_states, config.hidden_size)
         tokens = torch.empty(n, group, dtype=torch.int64)
@@ -131,6 +137,11 @@ def test_that_check_finds_a_planted_sync() -> None:
 
     with pytest.raises(DataDependentOutputException):
         _draft_fake(Item, 2, 1, False)
+
+
+def test_that_check_finds_a_tensor_on_the_cpu() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        _draft_fake(FusedDrafter, 2, 1, False, constants="cpu")
 
 
 def test_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +183,32 @@ def test_a_failure_of_the_kernels_names_the_way_out(monkeypatch: pytest.MonkeyPa
 def test_unsupported(changes: dict[str, int], message: str | None) -> None:
     reason = unsupported(SMALL.config(**changes), torch.bfloat16)
     assert reason is None if message is None else message in str(reason)
+
+
+@pytest.mark.parametrize(
+    "hip,capability,message",
+    [(None, (7, 5), "Some GPU has compute capability 7.5; 8.0"), ("6.4", (9, 4), "ROCm")],
+)
+def test_an_older_or_foreign_gpu_is_served_by_the_module(
+    hip: str | None,
+    capability: tuple[int, int],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    with FakeTensorMode(), torch.device("cuda"):
+        module = DLiteDrafter(SMALL.config()).requires_grad_(False)
+        assert prepare_drafter(module) is module
+    assert message in caplog.text
+
+
+def test_a_newer_gpu_is_served_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    assert unsupported_gpu(torch.device("cuda")) is None
 
 
 def test_nothing_here_imports_sglang() -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_dlite.drafter import DLiteDrafter
 from sglang_dlite.gpu_check import __main__ as command
+from sglang_dlite.gpu_check import drafters as made
 from sglang_dlite.gpu_check import parity, timing
 from sglang_dlite.gpu_check.drafters import OFFICIAL, random_table, step_bytes
 from sglang_dlite.gpu_check.report import Report
@@ -77,6 +78,14 @@ def test_the_draft_steps_part_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -
     arms = ("eager", "graph", "graph + kernels")
     assert timed == {(arm, n) for arm in arms for n in command.TIMED_SIZES}
     assert any("the goal of 1.3 is not met" in note for note in report.notes)
+
+
+def test_a_random_drafter_is_whole_on_its_device() -> None:
+    """Its constants too, which are made on the CPU; meta stands for a GPU."""
+    drafter = made.random_drafter(SMALL.config(), "meta", torch.bfloat16)
+    tensors = dict([*drafter.named_parameters(), *drafter.named_buffers()])
+    assert "constants.key_cos" in tensors
+    assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
 
 
 def test_bytes_of_a_step() -> None:

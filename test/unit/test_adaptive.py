@@ -194,6 +194,44 @@ def test_a_machine_that_gets_slower_changes_no_width() -> None:
     assert machine.widths[8] > 900
 
 
+def test_a_hiccup_at_the_first_measurement_is_forgiven() -> None:
+    """One step of a hundred times its cost, the first that is timed of the width that pays best."""
+
+    class Hiccup(Machine):
+        def read_result(self) -> None:
+            fresh = 4 not in timed and self.control._pending[0].width == 4
+            if fresh and self.control._pending[0].timed:
+                timed.append(4)
+                behind = 100 * self.cost(1, 4)
+                self.seconds += behind
+                self.results = [(at + behind, kept) for at, kept in self.results]
+            super().read_result()
+
+    timed: list[int] = []
+    machine = Hiccup(lambda n, d: 0.02 + 0.0005 * d, [0.8] * 3 + [0.05] * 4)
+    machine.prefill(1)
+    machine.decode(1500)
+    assert timed
+    machine.widths.clear()
+    machine.decode(2000)
+    assert machine.widths[4] > 1500
+
+
+def test_a_quiet_hour_does_not_pay_for_probing_under_load() -> None:
+    """Alone, all widths cost the same and probing is free; then 24 requests pay for every row."""
+
+    def cost(n: int, d: int) -> float:
+        drafter = (d > 1) * DRAFT * (1 + 0.1 * n)  # the machine adds it
+        return 0.02 - drafter + (n > 1) * 0.00125 * n * d
+
+    machine = Machine(cost, [0.05] * 7, noise=0.03)
+    machine.prefill(1)
+    machine.decode(15_000)
+    machine.resize(24)
+    machine.decode(20)
+    assert machine.rate(500) >= 0.9 * machine.best_rate(24)
+
+
 # -- parts --------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from sglang_dlite.speculative.drafting import build_drafter, check_pair
 from sglang_dlite.speculative.refusals import REFUSALS
 
 Resolve = Callable[..., Any]
+CUDA = ("--device", "cuda", "--attention-backend", "triton")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,11 @@ def test_the_name_is_case_insensitive_and_a_width_is_kept(resolve: Resolve) -> N
     assert args.speculative_num_draft_tokens == 3
 
 
+def test_on_cuda_decode_graphs_are_on_and_prefill_graphs_off(resolve: Resolve) -> None:
+    graphs = resolve(*CUDA).cuda_graph_config
+    assert (graphs["decode"]["backend"], graphs["prefill"]["backend"]) == ("full", "disabled")
+
+
 @pytest.mark.parametrize("width", ["1", "0", "9", "64"])
 def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
     with pytest.raises(ValueError) as error:
@@ -101,6 +107,9 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--speculative-accept-threshold-acc", "0.5"), "0.5"),
         (("--speculative-draft-window-size", "128"), "128"),
         (("--cuda-graph-backend-prefill", "breakable"), "'breakable'"),
+        (("--cuda-graph-config", '{"prefill":{"backend":"full"}}', *CUDA), "'full'"),
+        (("--cuda-graph-backend-decode", "breakable", *CUDA), "'breakable'"),
+        (("--attention-backend", "torch_native", "--device", "cuda"), "'torch_native'"),
     ],
 )
 def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str) -> None:
@@ -126,6 +135,7 @@ def test_no_seeds_on_a_cpu(resolve: Resolve) -> None:
     [
         ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
         ("--enable-two-batch-overlap", {"enable_two_batch_overlap": True}),
+        ("--rl-on-policy-target", {"rl_on_policy_target": "fsdp"}),
     ],
 )
 def test_options_that_upstream_takes_on_a_gpu_only(option: str, fields: dict[str, Any]) -> None:
@@ -143,40 +153,31 @@ def test_lora_is_refused_on_a_cpu_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm,adaptive,words",
-    [
-        ("DLITE", False, None),
-        ("DLITE", True, "--speculative-adaptive with --enable-lora"),
-        ("NGRAM", False, None),
-        ("UNO", False, "LoRA is only compatible with"),
-    ],
+    "algorithm,words",
+    [("DLITE", None), ("NGRAM", None), ("UNO", "LoRA is only compatible with")],
 )
-def test_lora_passes_upstreams_check_at_one_width(
-    algorithm: str, adaptive: bool, words: str | None
-) -> None:
+def test_lora_passes_upstreams_check(algorithm: str, words: str | None) -> None:
     from sglang.srt.arg_groups import lora_hook
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    args = ServerArgs(model_path="", speculative_algorithm=algorithm, speculative_adaptive=adaptive)
+    args = ServerArgs(model_path="", speculative_algorithm=algorithm)
     with pytest.raises(ValueError, match=words) if words else nullcontext():
         lora_hook.check_lora_speculative_compatibility(args)
 
 
-def test_adaptive_width_is_ours_alone(resolve: Resolve) -> None:
-    """The worker reads what was typed; upstream's own controller must not start as well."""
-    args = resolve("--speculative-adaptive")
-    assert args.speculative_adaptive is False
-    assert args.speculative_num_draft_tokens == 8
-
-
-def test_adaptive_width_is_refused_on_cuda() -> None:
-    from sglang_dlite.speculative.refusals import REFUSALS
-
-    args = SimpleNamespace(device="cuda", _raw_input={"speculative_adaptive": True})
-    hits = [r for r in REFUSALS if r.option == "--speculative-adaptive" and r.value(args)]
-    assert len(hits) == 1 and "CPU only" in hits[0].reason
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_lora_never_meets_an_adaptive_width(device: str) -> None:
+    """Its decode graphs are made for one width."""
+    given = {"enable_lora": True, "_raw_input": {"speculative_adaptive": True}}
+    args = SimpleNamespace(device=device, disaggregation_mode="null", **given)
+    refused = {
+        refusal.option
+        for refusal in REFUSALS
+        if refusal.option in ("--enable-lora", "--speculative-adaptive") and refusal.value(args)
+    }
+    assert refused
 
 
 def test_prefill_graphs_are_off(resolve: Resolve) -> None:

@@ -20,6 +20,7 @@ from sglang_dlite import __version__
 from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.gpu_check.drafters import OFFICIAL, random_drafter, random_table
 from sglang_dlite.gpu_check.report import Report
+from sglang_dlite.kernels.launch import unsupported_gpu
 
 FAILED, NO_GPU = 1, 2
 TIMED_SECONDS = 210  # of the six minutes: no timing starts later, so that serving has its share
@@ -63,11 +64,9 @@ def why_not_here() -> str | None:
             "with an NVIDIA GPU, its driver and a CUDA build of torch; what can be proven without "
             "one, `make test` proves."
         )
-    if torch.version.hip is not None:
-        return "this is a ROCm build of torch; the kernels are made for NVIDIA GPUs"
-    if torch.cuda.get_device_capability() < (8, 0):
-        name = torch.cuda.get_device_name()
-        return f"{name} has no bf16: compute capability 8.0 (A100) or newer is needed"
+    reason = unsupported_gpu(torch.device(DEVICE))
+    if reason is not None:
+        return reason
     if find_spec("triton") is None:
         return "Triton is not installed; it comes with torch's CUDA builds: pip install triton"
     return None

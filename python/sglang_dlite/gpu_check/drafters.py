@@ -55,7 +55,8 @@ def random_drafter(config: DLiteConfig, device: str, dtype: torch.dtype) -> DLit
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
             torch.nn.init.normal_(parameter, std=0.3)
-    return drafter.to(dtype).requires_grad_(False)
+    # The device again: constants are made on the CPU wherever the weights are.
+    return drafter.to(device, dtype).requires_grad_(False)
 
 
 def random_inputs(

@@ -16,6 +16,7 @@ from torch import Tensor
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, DraftBlock
 from sglang_dlite.drafter.model import Embed
 from sglang_dlite.kernels.attention import MAX_HEAD_DIM, MAX_KEYS
+from sglang_dlite.kernels.launch import unsupported_gpu
 from sglang_dlite.kernels.ops import ops
 
 logger = logging.getLogger(__name__)
@@ -41,15 +42,17 @@ class _Layer(NamedTuple):
 def prepare_drafter(drafter: DLiteDrafter) -> DLiteDrafter | FusedDrafter:
     """The form of a loaded drafter that serves on this GPU; the argument is used up.
 
-    The module itself where DLITE_GPU_KERNELS=0, or where the kernels do not cover it. Compiles the
-    kernels (seconds, once per machine): nothing is compiled in a graph capture or while serving.
+    The module itself where DLITE_GPU_KERNELS=0, or where the kernels do not cover it or this GPU.
+    Compiles them (seconds, once per machine): nothing is compiled in a graph capture or while
+    serving.
 
     Raises:
         RuntimeError: the kernels do not compile or run on this GPU; says how to serve without.
     """
     if os.environ.get(SWITCH, "1") == "0":
         return drafter
-    reason = unsupported(drafter.config, drafter.dtype)
+    device = drafter.norm.weight.device
+    reason = unsupported(drafter.config, drafter.dtype) or unsupported_gpu(device)
     if reason is not None:
         logger.warning("DLITE: the drafter runs on torch operators: %s.", reason)
         return drafter

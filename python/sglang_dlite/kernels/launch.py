@@ -32,6 +32,23 @@ class Launch(NamedTuple):
             )
 
 
+MIN_CAPABILITY = (8, 0)  # A100: bf16
+
+
+def unsupported_gpu(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this device; None where they can, as on a CPU (references)."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return "this is a ROCm build of torch; the kernels are made for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        have, need = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {have}; {need} (A100) or newer is needed"
+    return None
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """How `tl.dot` multiplies: fp32 exactly, never as TF32; of no effect on bf16 and fp16."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -69,8 +69,10 @@ def reject_drafts(
     # p = q leaves no mass, and rejects nothing but by rounding.
     residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, law)
     anchor = draw(residual, draw_uniforms)  # [n]
-    output_ids = torch.cat([drafts, anchor[:, None]], dim=1)  # [n, D]
-    output_ids = output_ids.scatter(1, num_accepted[:, None], anchor[:, None])
+    # Rejected drafts leave with nothing of them: they may be ids that the target does not have.
+    places = torch.arange(num_drafts, device=drafts.device)
+    kept_ids = torch.where(places < num_accepted[:, None], drafts, anchor[:, None])
+    output_ids = torch.cat([kept_ids, anchor[:, None]], dim=1)  # [n, D]
     return Acceptance(num_accepted, output_ids, anchor)
 
 

@@ -14,7 +14,7 @@ from sglang_dlite.speculative.step_costs import CostBook, bucket
 HYSTERESIS = 0.02  # a width gives way to one that promises this much more
 PROBE_SHARE = 0.01  # of the time may be lost to measuring other widths
 PROBE_STEPS = 4  # the first and the last of them are not measured, next to another width
-PROBE_GRANT = 16  # steps' worth of probing at the start, when nothing is known
+PROBE_GRANT = 16  # steps' worth of probing at the start, and saved up later
 PROBE_AGE = 64  # steps before a width is measured again
 ACCEPTANCE_WINDOW = 400  # requests' passes over which acceptance is averaged
 ACCEPTANCE_PASSES = 1000  # passes over which it fades, whatever their width
@@ -95,6 +95,7 @@ class WidthPolicy:
         self._costs = CostBook()
         self._standing = self.widths[-1]
         self._budget: float | None = None  # seconds that probing may lose
+        self._wanted = 0.0  # the price of the probe that is due, in seconds
         self._probe = (0, 0, 0)  # width, batch-size bucket, steps left
 
     def record_acceptance(self, num_accepted: Sequence[int], width: int) -> None:
@@ -107,7 +108,12 @@ class WidthPolicy:
         self._costs.add(batch_size, width, seconds)
         if self._budget is None:
             self._budget = PROBE_GRANT * seconds
-        self._budget += PROBE_SHARE * min(seconds, 2 * self._costs.estimate(batch_size, width))
+        expected = self._costs.estimate(batch_size, width)
+        # A quiet hour's share, spent within a minute when the load changes, would be felt.
+        self._budget = min(
+            self._budget + PROBE_SHARE * min(seconds, 2 * expected),
+            max(PROBE_GRANT * expected, self._wanted),
+        )
 
     def next_width(self, batch_size: int) -> int:
         """Rows per request of the next verify pass."""
@@ -143,6 +149,7 @@ class WidthPolicy:
             price = PROBE_STEPS * lost
             if best is None or age / price > best[0]:
                 best = (age / price, width, price)
+        self._wanted = 0.0 if best is None else best[2]
         if best is None or best[2] > self._budget:
             return None
         self._budget -= best[2]

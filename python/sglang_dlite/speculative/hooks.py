@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from sglang_dlite import ALGORITHM, SGLANG_VERSION
 from sglang_dlite.platforms import has_accelerator, sampling
 from sglang_dlite.platforms import hooks as cpu
-from sglang_dlite.speculative import cuda_graph, request_validation
+from sglang_dlite.speculative import cuda_graph, request_validation, stop_strings
 
 
 class Hook(NamedTuple):
@@ -55,20 +55,12 @@ def check_lora(original: Callable[[Any], None], server_args: Any) -> None:
 
     What the names on it share, and what LoRA's segments need, is one verify width for all
     requests; DLITE's verify input is upstream's DFLASH one. The drafter runs without adapters.
-
-    Raises:
-        ValueError: with --speculative-adaptive, whose widths LoRA's decode graphs do not have.
+    (Adaptive width, which LoRA's decode graphs do not follow, is refused wherever LoRA is not.)
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    view = resolving_view(server_args)
-    if (view.speculative_algorithm or "").upper() != ALGORITHM:
+    if (resolving_view(server_args).speculative_algorithm or "").upper() != ALGORITHM:
         original(server_args)
-    elif view.speculative_adaptive:
-        raise ValueError(
-            "--speculative-adaptive with --enable-lora and --speculative-algorithm DLITE is not "
-            "supported: LoRA's decode graphs are made for one verify width. Drop one of the two."
-        )
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -103,6 +95,14 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "req"),
         False,
         "request options that DLITE does not serve are refused with a 400",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        "AROUND",
+        stop_strings.check_token_by_token,
+        ("self", "new_accepted_len"),
+        False,
+        "of the stop strings and tokens in one block, the first one does not always win",
     ),
     Hook(
         "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",

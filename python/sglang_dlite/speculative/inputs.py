@@ -52,6 +52,22 @@ class DLiteDraftInput(SpecInput):
         self.hidden_states = torch.cat([self.hidden_states, other.hidden_states])
 
 
+def next_input(
+    group: torch.Tensor, drafts: torch.Tensor, vectors: torch.Tensor | None = None
+) -> DLiteDraftInput:
+    """What the next step needs: group [n, G] ends in the anchor, drafts [n, K] int64.
+
+    vectors [n, K, R] are the drafts' head vectors, with rejection sampling.
+    """
+    earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
+    carried = [drafts, earlier]
+    if vectors is not None:
+        carried.append(pack_vectors(vectors))  # [n, P]
+    return DLiteDraftInput(
+        bonus_tokens=group[:, -1].contiguous(), hidden_states=torch.cat(carried, dim=1)
+    )
+
+
 def pack_vectors(vectors: torch.Tensor) -> torch.Tensor:
     """The bits of vectors [n, K, R], as fp32, in [n, P] int64 with P = ceil(K * R / 2)."""
     flat = vectors.float().flatten(1)  # [n, K * R]
@@ -74,6 +90,8 @@ class DLiteVerifyInput(DFlashVerifyInput):
 
     # Read by upstream's intel_amx backend.
     tree_topk: int = 1
+    greedy_tail: bool = False
+    """Replay the verify graph that also accepts and drafts (verify_tail.py)."""
 
     @property
     def max_tree_depth(self) -> int:

@@ -13,6 +13,10 @@ layer, and it clones every row of every captured layer before it prunes. This on
 In an extend pass only each request's last row is kept, so that nothing grows with the prompt; in
 a verify pass all D rows are, since the pivot is known only after acceptance. The result leaves in
 `logits_output.hidden_states`, so that graph runners carry it like any other output.
+
+Module hooks run while a CUDA graph is captured and not when it is replayed; what a replay repeats
+is the copies that they made. In a graph these go to one static table that all captured batch sizes
+share: it is read in the step that wrote it, on the same stream.
 """
 
 from __future__ import annotations
@@ -104,12 +108,25 @@ class PivotCapture:
         self.num_layers = len(layers)
         self._rows: torch.Tensor | None = None  # extend: last row of each request
         self._states: dict[int, torch.Tensor] = {}
+        self._table: torch.Tensor | None = None  # graphs: [max rows, S * h]
+        self._graph_rows: torch.Tensor | None = None  # the table's rows of the graph in capture
         model.model.register_forward_pre_hook(self._start, with_kwargs=True)
         for layer_id in self.layer_ids:
             if layer_id < self.num_layers - 1:
                 layers[layer_id + 1].register_forward_pre_hook(enter(layer_id), with_kwargs=True)
         model.logits_processor.register_forward_pre_hook(self._finish, with_kwargs=True)
         model.logits_processor.register_forward_hook(self._publish)
+
+    def start_graph(self, runner: Any, forward_batch: Any) -> None:
+        """One of SGLang's `capture_head_hooks`: the next forward writes to the static table.
+
+        The table is made in the first warm-up, outside of any graph.
+        """
+        model, rows = runner.model_runner, runner.max_num_token
+        if self._table is None or self._table.shape[0] < rows:
+            size = len(self.layer_ids) * model.model_config.hidden_size
+            self._table = torch.zeros(rows, size, dtype=model.dtype, device=model.device)
+        self._graph_rows = self._table[: forward_batch.input_ids.shape[0]]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward_batch: Any = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
@@ -123,6 +140,12 @@ class PivotCapture:
         self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None = None
     ) -> None:
         # In every case a copy: later layers reuse the storage of the residual stream.
+        if self._graph_rows is not None:
+            place = self.layer_ids.index(layer_id)
+            rows = split_states(self._graph_rows, len(self.layer_ids))[:, place]
+            rows.copy_(hidden if residual is None else hidden + residual)
+            self._states[layer_id] = rows
+            return
         if self._rows is not None:
             hidden = hidden[self._rows]
             residual = None if residual is None else residual[self._rows]
@@ -164,7 +187,10 @@ class PivotCapture:
                 f"pivot capture: target layers {missing} of {list(self.layer_ids)} did not run "
                 "through their hooks; DLITE cannot serve this execution mode."
             )
-        output.hidden_states = torch.cat([self._states[i] for i in self.layer_ids], dim=-1)
+        if self._graph_rows is not None:
+            output.hidden_states, self._graph_rows = self._graph_rows, None
+        else:
+            output.hidden_states = torch.cat([self._states[i] for i in self.layer_ids], dim=-1)
         self._states.clear()
 
 

@@ -65,6 +65,29 @@ def _adaptive_with_rejection(args: Any) -> Any:
     return rejection and _given("speculative_adaptive")(args)
 
 
+# Those whose metadata for a verify pass has been read, with and without graphs (docs/cuda.md).
+CUDA_ATTENTION = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
+
+
+def _attention_backend(args: Any) -> Any:
+    if args.device != "cuda":
+        return None
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    names = [getattr(args, field, None) for field in fields]
+    return next((name for name in names if name not in (None, *CUDA_ATTENTION)), None)
+
+
+def _graph_backend(phase: str, *served: str) -> Callable[[Any], Any]:
+    """The backend of CUDA graphs as resolved: flags, legacy flags and JSON all lead there."""
+
+    def value(args: Any) -> Any:
+        config = getattr(getattr(args, "cuda_graph_config", None), phase, None)
+        backend = getattr(config, "backend", None)
+        return None if backend in (None, *served) else backend
+
+    return value
+
+
 def _metadata_glue_graph(args: Any) -> Any:
     from sglang.srt.environ import envs
 
@@ -179,6 +202,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "a grammar takes rejected drafts back, which outlines cannot",
         "use xgrammar (the default) or llguidance",
     ),
+    Refusal(
+        "--rl-on-policy-target",
+        _truthy("rl_on_policy_target"),
+        "its bf16 log-softmax law is not the one that verify rows are sampled from",
+        NO_SPECULATION,
+    ),
     # -- graphs ---------------------------------------------------------------------------------
     Refusal(
         "--enable-torch-compile",
@@ -191,6 +220,24 @@ REFUSALS: tuple[Refusal, ...] = (
         _given("cuda_graph_backend_prefill", "disabled"),
         "a replayed prefill runs without the hooks that capture the pivot states",
         "drop the option; decode graphs are used",
+    ),
+    Refusal(
+        "--cuda-graph-config (prefill.backend)",
+        _graph_backend("prefill", "disabled"),
+        "a replayed prefill runs without the hooks that capture the pivot states",
+        'leave "prefill" out; decode graphs are used',
+    ),
+    Refusal(
+        "--cuda-graph-backend-decode",
+        _graph_backend("decode", "full", "disabled"),
+        "its segments hand outputs over by request, and a verify pass has several rows of each",
+        "use full (the default) or disabled",
+    ),
+    Refusal(
+        "--attention-backend",
+        _attention_backend,
+        "its verify metadata has not been checked with DLITE",
+        f"use one of {', '.join(CUDA_ATTENTION)}",
     ),
     Refusal(
         "SGLANG_ENABLE_METADATA_GLUE_GRAPH",

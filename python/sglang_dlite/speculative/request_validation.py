@@ -13,21 +13,11 @@ def request_error(req: Any) -> str | None:
 
     Names the option, the value, what is allowed and what to do.
     """
-    refused: list[tuple[str, Any, bool, str]] = [
-        (
-            "return_hidden_states",
-            True,
-            req.return_hidden_states_mode.need_capture(),
-            "false",
-        ),
-    ]
-    for name, value, is_refused, allowed in refused:
-        if is_refused:
-            return (
-                f"{name} = {value!r} is not supported with --speculative-algorithm DLITE in this "
-                f"version; allowed is {allowed}. Leave it out, or serve the model without "
-                "speculation."
-            )
+    if req.return_hidden_states_mode.need_capture():
+        return (
+            "return_hidden_states = True is not supported with --speculative-algorithm DLITE in "
+            "this version; allowed is false. Leave it out, or serve the model without speculation."
+        )
     return processor_error(req.custom_logit_processor)
 
 

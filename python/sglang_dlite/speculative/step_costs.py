@@ -64,6 +64,8 @@ class CostBook:
         cells = self._cells.setdefault(width, {})
         cell = cells.get(bucket(batch_size))
         if cell is None:
+            if self._steps > 1:  # a hiccup would price the width out of ever being measured again
+                seconds = min(seconds, _OUTLIER * self.estimate(batch_size, width))
             cells[bucket(batch_size)] = _Cell(batch_size, seconds / self._level, 1.0, self._steps)
             self._fit()
             return

@@ -41,6 +41,7 @@ def expand_sampling_info(info: Any, width: int) -> Any:
                 "sampling_seed",
             )
         },
+        grammars=None,  # else ranks agree on the least of their tokens, which has another law
         logit_bias=None,
         has_custom_logit_processor=False,
         custom_logit_processor=None,

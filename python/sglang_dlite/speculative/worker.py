@@ -16,23 +16,31 @@ import torch
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dlite.drafter import DraftBlock
-from sglang_dlite.speculative.acceptance import match_drafts, next_token_group, pivot_rows
-from sglang_dlite.speculative.drafting import build_drafter, check_pair, require_sampled_drafts
-from sglang_dlite.speculative.inputs import (
-    DLiteDraftInput,
-    DLiteVerifyInput,
-    pack_vectors,
-    unpack_vectors,
+from sglang_dlite.speculative.acceptance import (
+    Acceptance,
+    match_drafts,
+    next_token_group,
+    pivot_rows,
 )
+from sglang_dlite.speculative.cuda_graph import capture_draft
+from sglang_dlite.speculative.drafting import (
+    Drafter,
+    build_drafter,
+    check_pair,
+    require_sampled_drafts,
+)
+from sglang_dlite.speculative.inputs import DLiteDraftInput, next_input, unpack_vectors
 from sglang_dlite.speculative.pivot_capture import PivotCapture, split_states
 from sglang_dlite.speculative.rejection import RejectionSampling
 from sglang_dlite.speculative.target_tokens import broadcast_from_rank0, target_tokens
 from sglang_dlite.speculative.token_groups import prefill_token_group
+from sglang_dlite.speculative.verify_batch import verify_batch
 from sglang_dlite.speculative.verify_logits import Barrier, VerifyLogits
+from sglang_dlite.speculative.verify_tail import GreedyRound, VerifyTail, is_plain_greedy
 from sglang_dlite.speculative.width_control import NOT_DRAFTED, WidthControl, make_width_control
 
 logger = logging.getLogger(__name__)
@@ -53,7 +61,7 @@ class DLiteWorker(BaseSpecWorker):
         # Without an adapter: its segments are those of the target's batch, not of the drafter's.
         self.embed = unwrap_lora_layer(runner.model.get_input_embeddings())
         # Loaded here, before memory is profiled: its bytes are then not given to the KV pool.
-        self.drafter = build_drafter(
+        self.drafter: Drafter = build_drafter(
             options.speculative_draft_model_path,
             options.speculative_draft_model_revision,
             self.device,
@@ -76,6 +84,11 @@ class DLiteWorker(BaseSpecWorker):
         self.adaptive: WidthControl | None = (
             make_width_control(self.width) if server_args.speculative_adaptive else None
         )
+        # SGLang calls both while it captures the verify graphs, and never without graphs.
+        runner.capture_head_hooks.append(self.capture.start_graph)
+        self.tail = self._verify_tail()
+        if self.tail is not None:
+            runner.capture_tail_hooks.append(self.tail)
         logger.info(
             "DLITE: verify width %s%d, %d pivot states, no draft KV.",
             "1 to " if self.adaptive else "",
@@ -93,6 +106,14 @@ class DLiteWorker(BaseSpecWorker):
     def draft_worker(self) -> None:
         """There is none: BaseSpecWorker's defaults then need no draft pool or graph."""
         return None
+
+    def init_cuda_graphs(self) -> None:
+        """Called after the target's graphs are captured; the draft step is captured likewise."""
+        captured = capture_draft(self.drafter, self.embed, self._target_worker.model_runner)
+        if captured is not None:
+            self.drafter = captured.drafter
+            self._additional_graph_memory_usage["draft_decode"] = captured.memory_gb
+            self._additional_graph_time_usage["draft_decode"] = captured.seconds
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -143,11 +164,24 @@ class DLiteWorker(BaseSpecWorker):
             drafts = drafts[:, : width - 1].clamp(min=0)
         candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
         prefix_lens = batch.seq_lens  # [n], without the anchor
-        forward_batch = self._verify_batch(batch, candidates)
+        tail = self.tail
+        if tail is not None and not (tail.fits(len(prefix_lens)) and is_plain_greedy(batch)):
+            tail = None
+        forward_batch = verify_batch(
+            batch, candidates, self._offsets, self._target_worker, greedy_tail=tail is not None
+        )
+        if tail is not None:
+            tail.stage(earlier)
         grammar_tree = self.options.before_verify(batch, candidates)
         target = self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True
         )
+        if tail is not None and target.can_run_cuda_graph:
+            step = tail.read(len(prefix_lens))
+            result = self._verified(target, forward_batch, step, width, prefix_lens, on_publish)
+            target.logits_output.hidden_states = None
+            result.next_draft_input = next_input(step.token_group, self._usable(step.draft_ids))
+            return result
         logits_output = target.logits_output
         self.options.apply(
             batch, candidates, logits_output.next_token_logits, grammar_tree, grammar_barrier
@@ -163,28 +197,15 @@ class DLiteWorker(BaseSpecWorker):
             accepted = self.rejection.accept(
                 sampler, batch, logits_output, forward_batch.positions, candidates, vectors
             )
-        accept_lens = (accepted.num_accepted + 1).to(torch.int32)  # [n]
-        new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
-        if on_publish is not None:
-            on_publish(new_seq_lens)
+        result = self._verified(target, forward_batch, accepted, width, prefix_lens, on_publish)
         if self.adaptive is not None:
             self.adaptive.verified(len(prefix_lens))
         self.options.after_step(batch, accepted.output_ids)
         states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, width)]
         logits_output.hidden_states = None
         group = next_token_group(earlier, candidates, accepted, self.config.anchor_group_size)
-        return GenerationBatchResult(
-            logits_output=logits_output,
-            next_token_ids=accepted.output_ids.reshape(-1),
-            accept_lens=accept_lens,
-            new_seq_lens=new_seq_lens,
-            next_draft_input=self._draft(states, group, batch, new_seq_lens),
-            speculative_num_draft_tokens=width,
-            can_run_cuda_graph=target.can_run_cuda_graph,
-            routed_experts_output=target.routed_experts_output,
-            indexer_topk_output=target.indexer_topk_output,
-            extra_keep_alive_refs=[forward_batch],
-        )
+        result.next_draft_input = self._draft(states, group, batch, result.new_seq_lens)
+        return result
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: Sequence[int], batch_size: int = 0
@@ -193,46 +214,44 @@ class DLiteWorker(BaseSpecWorker):
         if self.adaptive is not None:
             self.adaptive.completed(num_correct_drafts_per_req, batch_size)
 
+    @staticmethod
+    def _verified(
+        target: GenerationBatchResult,
+        forward_batch: ForwardBatch,
+        accepted: Acceptance | GreedyRound,
+        width: int,
+        prefix_lens: torch.Tensor,
+        on_publish: Publish | None,
+    ) -> GenerationBatchResult:
+        """Publish the new lengths; the step's result, but for the next draft."""
+        accept_lens = (accepted.num_accepted + 1).to(torch.int32)  # [n]
+        new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        return GenerationBatchResult(
+            logits_output=target.logits_output,
+            next_token_ids=accepted.output_ids.reshape(-1),
+            accept_lens=accept_lens,
+            new_seq_lens=new_seq_lens,
+            speculative_num_draft_tokens=width,
+            can_run_cuda_graph=target.can_run_cuda_graph,
+            routed_experts_output=target.routed_experts_output,
+            indexer_topk_output=target.indexer_topk_output,
+            extra_keep_alive_refs=[forward_batch],
+        )
+
     # -- parts ----------------------------------------------------------------------------------
 
-    def _verify_batch(self, batch: Any, candidates: torch.Tensor) -> ForwardBatch:
-        """The TARGET_VERIFY batch: D rows per request behind its committed prefix."""
-        runner = self._target_worker.model_runner
-        width = candidates.shape[1]
-        if batch.seq_lens.is_cuda:
-            batch.seq_lens.record_stream(torch.cuda.current_stream())
-        positions = batch.seq_lens.to(torch.int64)[:, None] + self._offsets[:width]  # [n, D]
-        # The scheduler has reserved 2 D slots per request; rejected rows are overwritten later.
-        batch.out_cache_loc = (
-            runner.req_to_token_pool.req_to_token[
-                batch.req_pool_indices.to(torch.int64)[:, None], positions
-            ]
-            .reshape(-1)
-            .to(torch.int64)
-        )  # [n * D]
-        verify_input = DLiteVerifyInput(
-            draft_token=candidates.reshape(-1),
-            positions=positions.reshape(-1),
-            draft_token_num=width,
-        )
-        prefix_lens = batch.seq_lens
-        prefix_lens_cpu, prefix_lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
-        if prefix_lens_cpu is not None:
-            # Host-planned backends (FlashInfer) want the length after the verify rows.
-            batch.seq_lens_cpu = prefix_lens_cpu + width
-            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        forward_batch, _ = verify_input.prepare_for_verify(
-            batch, self._target_worker, defer_metadata_init=self.device == "cpu"
-        )
-        batch.seq_lens_cpu, batch.seq_lens_sum = prefix_lens_cpu, prefix_lens_sum
-        if self.device == "cpu":
-            # torch_native plans from the extend fields, which init_new leaves out for a verify.
-            forward_batch.extend_prefix_lens = prefix_lens
-            forward_batch.extend_seq_lens = torch.full_like(prefix_lens, width)
-            forward_batch.seq_lens = prefix_lens + width
-        else:
-            forward_batch.apply_deprecated_skip_attn_backend_init(True)
-        return forward_batch
+    def _verify_tail(self) -> VerifyTail | None:
+        """The tail of the verify graphs, where it can decide all that a round needs.
+
+        Not under tensor parallelism, whose decisions are broadcast from rank 0 outside of graphs,
+        not with rejection sampling, which relays more than token ids, and not at a width that
+        changes.
+        """
+        if get_parallel().tp_size > 1 or self.rejection is not None or self.adaptive is not None:
+            return None
+        return VerifyTail(self.drafter, self.embed, self.width)
 
     def _draft(
         self,
@@ -242,22 +261,17 @@ class DLiteWorker(BaseSpecWorker):
         anchor_positions: torch.Tensor,
     ) -> DLiteDraftInput:
         """states [n, S * h], group [n, G] and anchor_positions [n] -> the next step's input."""
-        earlier = group[:, 1:-1]  # [n, E]: as far back as the next round's window can reach
         if self.adaptive is not None and self.adaptive.width == 1:
-            drafts = group.new_full((group.shape[0], self.num_drafts), NOT_DRAFTED)  # [n, K]
-            carried = [drafts, earlier]
-        else:
-            block = self._draft_block(states, group, batch.sampling_info, anchor_positions)
-            # One set of drafts for all ranks: acceptance compares against it. A shorter D verifies
-            # a prefix of the block.
-            drafts = broadcast_from_rank0(block.token_ids)[:, : self.num_drafts]  # [n, K]
-            carried = [drafts, earlier]
-            if self.rejection is not None:
-                carried.append(pack_vectors(block.head_vectors[:, : self.num_drafts]))  # [n, P]
-        return DLiteDraftInput(
-            bonus_tokens=group[:, -1].contiguous(),
-            hidden_states=torch.cat(carried, dim=1),
-        )
+            return next_input(group, group.new_full((len(group), self.num_drafts), NOT_DRAFTED))
+        block = self._draft_block(states, group, batch.sampling_info, anchor_positions)
+        # One set of drafts for all ranks: acceptance compares against it.
+        drafts = self._usable(broadcast_from_rank0(block.token_ids))
+        vectors = None if self.rejection is None else self._usable(block.head_vectors)
+        return next_input(group, drafts, vectors)
+
+    def _usable(self, block: torch.Tensor) -> torch.Tensor:
+        """Of a block [n, K, ...] the D - 1 drafts that are verified: a shorter D takes a prefix."""
+        return block[:, : self.num_drafts]
 
     def _draft_block(
         self, states: torch.Tensor, group: torch.Tensor, info: Any, anchor_positions: torch.Tensor

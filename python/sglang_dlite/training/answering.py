@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -75,21 +75,14 @@ class Answering:
 
     def __post_init__(self) -> None:
         self._questions = {record["question"] for record in self.writer.done.values()}
-        self._ready: list[str] = []  # questions that nobody has taken yet
-        self._asking = asyncio.Lock()
 
-    async def run(self, prompts: Sequence[Prompt], concurrency: int) -> None:
+    async def run(self, prompts: Iterable[Prompt], concurrency: int) -> None:
         """Answer every turn of every prompt that the writer does not hold, `concurrency` at once.
 
         The turns of a conversation follow each other, so that the engine's prefix cache serves
         what a turn shares with the one before.
         """
         waiting = iter(prompts)
-        missing = [p for p in prompts if p.asks_itself and f"{p.id}#0" not in self.writer.done]
-        # Questions are sampled, and one sampled request makes the engine sort the vocabulary for
-        # every row of its batch (two thirds of a step at 48 rows on a CPU). So they are made many
-        # at once and seldom.
-        self._burst, self._missing = concurrency, len(missing)
 
         async def worker() -> None:
             for prompt in waiting:
@@ -109,7 +102,7 @@ class Answering:
             record = self.writer.done.get(reply_id)
             question = ""
             if prompt.asks_itself:
-                question = record["question"] if record else await self._take_question()
+                question = record["question"] if record else await self._question()
                 messages.append({"role": "user", "content": question})
             messages += turn.messages
             if record is None:
@@ -141,14 +134,6 @@ class Answering:
             list(messages), tokenize=False, add_generation_prompt=True
         )
         return list(self.tokenizer.encode(chat, add_special_tokens=False))
-
-    async def _take_question(self) -> str:
-        async with self._asking:
-            if not self._ready:
-                count = max(1, min(self._burst, self._missing))
-                self._ready = await asyncio.gather(*(self._question() for _ in range(count)))
-                self._missing -= count
-            return self._ready.pop()
 
     async def _question(self) -> str:
         """A question that the target writes itself: the template's user header is the prompt."""

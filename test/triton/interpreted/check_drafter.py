@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from drafters import SMALL, assert_block_is_the_modules, draw_inputs, random_drafter
-from kernel_cases import DTYPES
+from kernel_cases import ALL_DTYPES
 from safetensors.torch import load_file
 from sglang_dlite.drafter import load_drafter
 from sglang_dlite.kernels.fused_drafter import FusedDrafter
@@ -30,14 +30,14 @@ def test_golden_vectors(folder: str) -> None:
     torch.testing.assert_close(logits, vectors["draft_logits"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("n,group", [(0, 1), (1, 1), (3, 2), (2, 4)])
 def test_against_the_module(n: int, group: int, dtype: str) -> None:
     config = SMALL.config(anchor_group_size=group)
-    states, tokens, table = draw_inputs(config, n, DTYPES[dtype])
-    fused = FusedDrafter(random_drafter(config, DTYPES[dtype]))
+    states, tokens, table = draw_inputs(config, n, ALL_DTYPES[dtype])
+    fused = FusedDrafter(random_drafter(config, ALL_DTYPES[dtype]))
     block = fused.draft(states, tokens, lambda ids: table[ids])
-    module = random_drafter(config, DTYPES[dtype]).float()
+    module = random_drafter(config, ALL_DTYPES[dtype]).float()
     assert_block_is_the_modules(block, module, states, tokens, table)
 
 

@@ -81,3 +81,16 @@ def play(running: Any, requests: Sequence[Request]) -> list[dict[str, Any]]:
         top_logprobs_num=[3 * request.logprobs for request in requests] if with_logprobs else None,
         custom_logit_processor=processors if any(processors) else None,
     )
+
+
+def scheduler_memory_mb() -> float:
+    """Resident memory of the scheduler process of this process's engine or server."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended engines leave zombies
+            if any("sglang::scheduler" in part for part in process.cmdline()):
+                found.append(process.memory_info().rss / 1e6)
+    (memory,) = found
+    return memory

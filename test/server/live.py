@@ -29,10 +29,6 @@ class Live:
         """Play a scenario on the engine's event loop."""
         return self.running.engine.loop.run_until_complete(scenario)
 
-    def flush_when_idle(self) -> bool:
-        """Whether the cache could be flushed, which it is when nothing is left of any request."""
-        return self.run(self.manager.flush_cache(timeout_s=10.0)).success
-
     def start(self, rid: str, request: Request, priority: int | None = None) -> None:
         """Send a request; it streams in the background."""
 
@@ -73,7 +69,8 @@ class Live:
 
     def output(self, rid: str) -> list[int]:
         """Token ids that have come back so far."""
-        return self.answers[rid]["output_ids"] if rid in self.answers else []
+        # A copy: upstream extends one list per request.
+        return list(self.answers[rid]["output_ids"]) if rid in self.answers else []
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for a state, no longer than it takes."""

@@ -45,9 +45,17 @@ class OracleEngine:
     def prepare(self, pattern: str, *, flush: bool = True) -> None:
         """What `play` does before it plays."""
         if flush:
-            self.engine.flush_cache()
+            assert self.flush_when_idle()
         (self.folder / "pattern").write_text(pattern)
         (self.folder / "log").write_text("")
+
+    def flush_when_idle(self) -> bool:
+        """Empty the prefix cache as soon as nothing is left of any request; False if that stays.
+
+        The overlap scheduler is not idle at once when the last reply is out.
+        """
+        flush = self.engine.tokenizer_manager.flush_cache(timeout_s=10.0)
+        return self.engine.loop.run_until_complete(flush).success
 
     def predicted(self, requests: Sequence[Request], pattern: str) -> list[list[int]]:
         """Each request's verify passes by accepted drafts, from arithmetic alone."""

@@ -75,6 +75,11 @@ def record_references(target: Path, folder: Path) -> References:
         requests["stops"] = make_stop_requests(
             prompts["stops"], first["stops"], [a["output_ids"] for a in long["stops"]], text_of
         )
+        # The same prompts as `mixed`, to the end of what is recorded.
+        requests["recorded"] = [
+            Request(p, first["mixed"] + i, RECORD_LEN) for i, p in enumerate(prompts["mixed"])
+        ]
+        answers["recorded"] = long["mixed"]
         # The end-of-text token, honoured: a prompt of `mixed` whose output has one.
         requests["stops"] += [
             Request(request.prompt, request.sequence, 48, {"ignore_eos": False})

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import tiny_models
-from engines import engine, play
+from engines import engine, play, scheduler_memory_mb
 from live import load_weights
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
@@ -25,16 +24,6 @@ STEPS = 20_000
 # Of the scheduler process, over the second half of the steps. A token id kept per step and request
 # would be some 10 MB.
 ALLOWED_GROWTH_MB = 8.0
-
-
-def scheduler_memory_mb() -> float:
-    """Resident memory of this process's scheduler."""
-    (scheduler,) = (
-        process
-        for process in psutil.Process().children(recursive=True)
-        if any("sglang::scheduler" in part for part in process.cmdline())
-    )
-    return scheduler.memory_info().rss / 1e6
 
 
 def test_thousands_of_steps(references: References, launch_oracle: LaunchOracle) -> None:

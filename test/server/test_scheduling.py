@@ -93,9 +93,9 @@ def healthy_afterwards(running: OracleEngine, references: References) -> Iterato
     """Whatever a test did: the pools are whole, and the canary sings as predicted."""
     yield
     time.sleep(0.2)  # an idle scheduler checks its pools before it sleeps
-    assert Live(running).flush_when_idle()
-    canary = [references.requests["lengths"][-1], *references.requests["mixed"][40:43]]
-    expected = [references.expected("lengths")[-1], *references.expected("mixed")[40:43]]
+    assert running.flush_when_idle()
+    canary = [references.requests["lengths"][-1], references.requests["mixed"][40]]
+    expected = [references.expected("lengths")[-1], references.expected("mixed")[40]]
     for flush in (True, False):
         answers = [running.play([request], "cycle", flush=flush)[0] for request in canary]
         assert output_ids(answers) == expected
@@ -105,20 +105,18 @@ def healthy_afterwards(running: OracleEngine, references: References) -> Iterato
 # -- memory -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["mixed", "wrong"])
-def test_retraction_under_a_tiny_pool(
-    running: OracleEngine, references: References, pattern: str
-) -> None:
-    answers = running.play(references.requests["mixed"], pattern)
-    assert output_ids(answers) == references.expected("mixed")
+def test_retraction_under_a_tiny_pool(running: OracleEngine, references: References) -> None:
+    """Two thirds of the requests that run want more than there is."""
+    answers = running.play(references.requests["recorded"][:40], "mixed")
+    assert output_ids(answers) == references.expected("recorded")[:40]
     assert any(answer["meta_info"]["num_retractions"] for answer in answers)  # else no test
 
 
 def test_eviction_while_running(running: OracleEngine, references: References) -> None:
     """The prefix cache is full all the time; what was evicted in part is prefilled in part."""
-    requests, expected = references.requests["mixed"], references.expected("mixed")
+    requests, expected = references.requests["mixed"][::2], references.expected("mixed")[::2]
     distinct = sum(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
-    assert distinct > 2 * POOL  # the cache cannot hold them all
+    assert distinct > 1.5 * POOL  # the cache cannot hold them all
     order = list(range(len(requests)))
     random.Random(12).shuffle(order)
     answers = running.play([requests[i] for i in order], "mixed")
@@ -143,11 +141,10 @@ def test_chunk_boundaries_and_the_end_of_the_context(
     """At the context's end, and one token before it; a request for more is refused."""
     ends, expected = references.requests["context_end"], references.expected("context_end")
     requests = [*ends, *one_token_before(ends, expected)]
-    for pattern in ("right", "wrong"):
-        answers = running.play(references.requests["boundary"], pattern, flush=False)
-        assert output_ids(answers) == references.expected("boundary")
-        answers = running.play(requests, pattern, flush=False)
-        assert output_ids(answers) == [*expected, *(ids[:-1] for ids in expected)]
+    answers = running.play(references.requests["boundary"], "wrong", flush=False)
+    assert output_ids(answers) == references.expected("boundary")
+    answers = running.play(requests, "right", flush=False)
+    assert output_ids(answers) == [*expected, *(ids[:-1] for ids in expected)]
     beyond = replace(ends[0], max_new_tokens=ends[0].max_new_tokens + 1)
     with pytest.raises(ValueError, match="context length"):
         running.play([beyond], "right")
@@ -174,7 +171,7 @@ def test_flush_is_refused_while_busy(live: Live, references: References) -> None
         return await live.finish()
 
     assert output_ids(live.run(scenario())) == [expected] * 6
-    assert live.flush_when_idle()
+    assert live.running.flush_when_idle()
     (answer,) = live.running.play([request], "right", flush=False)
     assert answer["meta_info"]["cached_tokens"] == 0
 
@@ -182,12 +179,13 @@ def test_flush_is_refused_while_busy(live: Live, references: References) -> None
 # -- aborts -------------------------------------------------------------------------------------
 
 
-def check_aborted(answer: dict[str, Any], expected: list[int]) -> None:
-    """An aborted reply is the beginning of the whole one."""
+def check_aborted(answer: dict[str, Any], recorded: list[int]) -> None:
+    """An aborted reply is the beginning of what plain decoding gives.
+
+    SGLang trims no block that is aborted: it may reach beyond max_new_tokens.
+    """
     assert finish_type(answer) == "abort"
-    count = len(answer["output_ids"])
-    assert count < len(expected)
-    assert answer["output_ids"] == expected[:count]
+    assert answer["output_ids"] == recorded[: len(answer["output_ids"])]
 
 
 def test_abort_while_waiting(live: Live, references: References) -> None:
@@ -253,9 +251,10 @@ def test_abort_while_decoding(live: Live, references: References, pattern: str) 
 
     answers = live.run(scenario())
     aborted = 0
+    recorded = references.expected("recorded")[::2]
     for i, (answer, ids) in enumerate(zip(answers, expected[::2], strict=True)):
         if i % 2 and finish_type(answer) == "abort":
-            check_aborted(answer, ids)
+            check_aborted(answer, recorded[i])
             aborted += bool(answer["output_ids"])
         else:  # the whole output may have been on its way already
             assert answer["output_ids"] == ids
@@ -266,30 +265,31 @@ def test_abort_while_decoding(live: Live, references: References, pattern: str) 
 
 
 def test_preemption_by_urgent_requests(live: Live, references: References) -> None:
-    """All slots are taken; who is urgent throws out who is not, and is done before anyone else."""
+    """All slots are taken; the pool has room, so that only who is urgent throws a request out."""
     if live.running.info["page_size"] > 16:
         pytest.skip("the pool has no room for a request per slot at this page size")
-    requests, expected = references.requests["mixed"], references.expected("mixed")
+    requests, expected = references.requests["recorded"], references.expected("recorded")
     by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     patient, urgent = by_length[:SLOTS], by_length[SLOTS : SLOTS + 6]
-    live.running.prepare("wrong")
 
-    async def scenario() -> tuple[bool, list[dict[str, Any]]]:
+    async def scenario(priority: int | None) -> list[dict[str, Any]]:
+        live.tasks.clear()
+        live.answers.clear()
         for i in patient:
-            live.start(f"patient-{i}", replace(requests[i], max_new_tokens=32))
+            live.start(f"{priority}-patient-{i}", replace(requests[i], max_new_tokens=32))
         await live.until(lambda: len(live.answers) == SLOTS)
         for i in urgent:
-            live.start(f"urgent-{i}", replace(requests[i], max_new_tokens=6), URGENT)
-        await live.finish(f"urgent-{i}" for i in urgent)
-        first = not any(live.done(f"patient-{i}") for i in patient)
-        return first, await live.finish()
+            live.start(f"{priority}-urgent-{i}", replace(requests[i], max_new_tokens=8), priority)
+        return await live.finish()
 
-    first, answers = live.run(scenario())
-    for i, answer in zip([*patient, *urgent], answers, strict=True):
-        count = min(len(expected[i]), len(answer["output_ids"]))
-        assert answer["output_ids"][:count] == expected[i][:count]
-    assert first
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers[:SLOTS]) >= 6
+    retractions = {}
+    for priority in (None, URGENT):
+        live.running.prepare("wrong")
+        answers = live.run(scenario(priority))
+        ours = [expected[i][:32] for i in patient] + [expected[i][:8] for i in urgent]
+        assert output_ids(answers) == ours
+        retractions[priority] = sum(a["meta_info"]["num_retractions"] for a in answers[:SLOTS])
+    assert retractions[None] == 0 < retractions[URGENT]
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -337,7 +337,7 @@ def test_pause_that_aborts(live: Live, references: References) -> None:
     assert sum(aborted) >= 8
     for i, answer in enumerate(answers):
         if aborted[i]:
-            check_aborted(answer, expected[i])
+            check_aborted(answer, references.expected("recorded")[i])
         else:
             assert answer["output_ids"] == expected[i]
 
@@ -362,11 +362,15 @@ def test_new_weights_and_back(live: Live, references: References, tmp_path: Path
         await live.finish()
         return before, live.output("across")
 
-    before, output = live.run(scenario())
-    assert before == expected[: len(before)]
-    assert output != expected
-    after = greedy_with_transformers(other, [*request.prompt, *before], len(expected) - len(before))
-    assert output == [*before, *after]
-    (answer,) = live.running.play([request], "right", flush=False)
-    assert answer["output_ids"] == greedy_with_transformers(other, request.prompt, len(expected))
-    live.run(live.load_weights(references.target))
+    try:
+        before, output = live.run(scenario())
+        assert before == expected[: len(before)]
+        assert output != expected
+        left = len(expected) - len(before)
+        after = greedy_with_transformers(other, [*request.prompt, *before], left)
+        assert output == [*before, *after]
+        (answer,) = live.running.play([request], "right", flush=False)
+        anew = greedy_with_transformers(other, request.prompt, len(expected))
+        assert answer["output_ids"] == anew
+    finally:
+        live.run(live.load_weights(references.target))

@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         models = Path(scratch)
         tiny_models.make_target(models / "target")
-        tiny_models.make_drafter(models / "drafter", anchor_group_size=3)
+        tiny_models.make_drafter(models / "drafter")
         print("recording the target's own replies ...", flush=True)
         cases = record_cases(models / "target", args.seed, models / "table.safetensors")
         for number, setting in enumerate(SETTINGS):

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
+from engines import scheduler_memory_mb
 from oracle import predict_histogram
 from soak_cases import Case
-from soak_checks import greedy_error
+from soak_checks import WIDTH, greedy_error
 from soak_report import Leg
 
-WIDTH = 8  # verify width: the tiny drafter's block
 IDLE_S = 2.0  # the idle scheduler checks its pools
 
 
@@ -42,31 +41,25 @@ class Canary:
                 tokens += len(answer["output_ids"])
                 passes += answer["meta_info"]["spec_verify_ct"]
         leg.canary[when] = round(tokens / passes, 4)
-        leg.memory_mb[when] = scheduler_memory_mb()
+        leg.memory_mb[when] = round(scheduler_memory_mb(), 1)
         self.pattern_file.write_text("mixed")
 
     def _play(self, case: Case) -> dict[str, Any]:
-        body = {
-            "input_ids": list(case.request.prompt),
-            "sampling_params": case.request.sampling_params,
-        }
+        params = {**case.request.sampling_params, "max_new_tokens": length(case)}
+        body = {"input_ids": list(case.request.prompt), "sampling_params": params}
         reply = self.http.post("/generate", json=body)
         reply.raise_for_status()
         return reply.json()
 
     def _error(self, case: Case, answer: dict[str, Any]) -> str | None:
-        error = greedy_error(case, answer, case.request.max_new_tokens)
-        count = len(case.answer["output_ids"])
-        known = predict_histogram("cycle", case.request.sequence, count, WIDTH - 1, WIDTH)
+        error = greedy_error(case, answer, length(case))
+        known = predict_histogram("cycle", case.request.sequence, length(case), WIDTH - 1, WIDTH)
         histogram = answer["meta_info"]["spec_correct_drafts_histogram"]
         if error is None and histogram != known:
             error = f"verify passes by accepted drafts {histogram}, must be {known}"
         return error
 
 
-def scheduler_memory_mb() -> float:
-    """Resident memory of this process's server's scheduler."""
-    for process in psutil.Process().children(recursive=True):
-        if any("sglang::scheduler" in part for part in process.cmdline()):
-            return round(process.memory_info().rss / 1e6, 1)
-    raise RuntimeError("no scheduler process")
+def length(case: Case) -> int:
+    """Tokens to ask for: the oracle must know those of a block beyond the last."""
+    return len(case.answer["output_ids"]) - WIDTH

@@ -45,6 +45,9 @@ def test_the_targets_own_reply_passes() -> None:
     assert greedy_error(greedy_case(STOP), shortened, 4) is None
     assert greedy_error(greedy_case(LENGTH), answer_of(IDS[:2], ABORT), 6, aborted=True) is None
     assert greedy_error(greedy_case(LENGTH), answer_of([], ABORT), 6, aborted=True) is None
+    # SGLang trims no block that is aborted.
+    assert greedy_error(greedy_case(STOP), answer_of([*IDS, 7], ABORT), 6, aborted=True) is None
+    assert greedy_error(greedy_case(STOP), answer_of(IDS, ABORT), 3, aborted=True) is None
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,7 @@ def test_the_targets_own_reply_passes() -> None:
         (answer_of(IDS, ABORT), 6, False, "nobody aborted"),
         (answer_of([5, 4, 0], ABORT), 6, True, "output_ids"),
         (answer_of(IDS[:4], STOP, "abcd"), 6, True, "output_ids"),
+        (answer_of([*IDS, *range(8)], ABORT), 6, True, "output_ids"),
     ],
 )
 def test_a_wrong_greedy_reply_is_found(

@@ -61,7 +61,7 @@ class Live:
         await self.manager.continue_generation(ContinueGenerationReqInput())
 
     async def load_weights(self, checkpoint: Path) -> None:
-        """As `load_weights` below, within a scenario."""
+        """Weights of another checkpoint of the same shape; paused requests go on with them."""
         await _load_weights(self.manager, checkpoint)
 
     def done(self, rid: str) -> bool:
@@ -95,7 +95,9 @@ async def _load_weights(manager: Any, checkpoint: Path) -> None:
 
 
 def load_weights(running: Any, checkpoint: Path) -> None:
-    """Weights of another checkpoint of the same shape; running requests go on with them."""
+    """Weights of another checkpoint of the same shape, as soon as the engine is idle."""
+    flush = running.tokenizer_manager.flush_cache(timeout_s=10.0)
+    assert running.loop.run_until_complete(flush).success
     running.loop.run_until_complete(_load_weights(running.tokenizer_manager, checkpoint))
 
 

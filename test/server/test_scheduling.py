@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tiny_models
 from greedy import greedy_with_transformers
-from live import Live, finish_type
+from live import Live, finish_type, load_weights
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from workloads import CHUNK, Request
@@ -374,4 +374,4 @@ def test_new_weights_and_back(live: Live, references: References, tmp_path: Path
         anew = greedy_with_transformers(other, request.prompt, len(expected))
         assert answer["output_ids"] == anew
     finally:
-        live.run(live.load_weights(references.target))
+        load_weights(live.running.engine, references.target)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from option_workloads import OPTIONS
-from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
+from oracle_engine import LaunchOracle, OracleEngine, by_name, histograms, output_ids
 from references import References
 from scripted_widths import (
     SCRIPT,
@@ -54,9 +54,7 @@ CONFIGURATIONS = (
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(c, id=c.name, marks=pytest.mark.slow if c.slow else ()) for c in CONFIGURATIONS
-    ],
+    params=by_name(CONFIGURATIONS),
 )
 def configuration(request: pytest.FixtureRequest) -> Configuration:
     return request.param

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from oracle import TOLERANCE
-from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
+from oracle_engine import LaunchOracle, OracleEngine, by_name, histograms, output_ids
 from references import References
 from workloads import CHUNK
 
@@ -74,9 +74,7 @@ CONFIGURATIONS = (
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(c, id=c.name, marks=pytest.mark.slow if c.slow else ()) for c in CONFIGURATIONS
-    ],
+    params=by_name(CONFIGURATIONS),
 )
 def configuration(request: pytest.FixtureRequest) -> Configuration:
     return request.param

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from option_workloads import OPTIONS, PROCESSOR
-from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
+from oracle_engine import LaunchOracle, OracleEngine, by_name, histograms, output_ids
 from references import References
 from test_sampling import SIGNIFICANCE, chi_square_p
 from workloads import CHUNK, Request
@@ -48,9 +48,7 @@ CONFIGURATIONS = (
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(c, id=c.name, marks=pytest.mark.slow if c.slow else ()) for c in CONFIGURATIONS
-    ],
+    params=by_name(CONFIGURATIONS),
 )
 def configuration(request: pytest.FixtureRequest) -> Configuration:
     return request.param

@@ -19,7 +19,7 @@ import pytest
 import tiny_models
 from greedy import greedy_with_transformers
 from live import Live, finish_type, load_weights
-from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
+from oracle_engine import LaunchOracle, OracleEngine, by_name, histograms, output_ids
 from references import References
 from workloads import CHUNK, Request
 
@@ -58,9 +58,7 @@ CONFIGURATIONS = (
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(c, id=c.name, marks=pytest.mark.slow if c.slow else ()) for c in CONFIGURATIONS
-    ],
+    params=by_name(CONFIGURATIONS),
 )
 def configuration(request: pytest.FixtureRequest) -> Configuration:
     return request.param

@@ -51,7 +51,9 @@ def test_the_exit_status_and_the_file(
     monkeypatch.setattr(command, "why_not_here", lambda: None)
     monkeypatch.setattr(command, "describe", lambda: {"device": "none"})
     monkeypatch.setattr(command, "check_draft_step", draft_step)
-    monkeypatch.setattr(command, "check_serving", lambda report: report.note("no serving"))
+    monkeypatch.setattr(
+        command, "check_serving", lambda report, deadline: report.note("no serving")
+    )
     file = tmp_path / "out.json"
     assert command.main(["--json", str(file)]) == status
     result = json.loads(file.read_text())

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sglang_dlite.gpu_check import serving
 from sglang_dlite.gpu_check.serving import (
     NO_GRAPHS,
     NO_OVERLAP,
@@ -75,3 +76,27 @@ def test_requests_are_the_same_each_time_and_of_both_kinds() -> None:
     assert requests() == requests()
     biased = ["logit_bias" in request["sampling_params"] for request in requests()]
     assert any(biased) and not all(biased)
+
+
+def test_arms_that_would_end_too_late_are_left_out_and_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, begun, notes = [0.0], [], []
+
+    def play(arm: Any, *_: Any) -> Played:
+        begun.append(arm)
+        now[0] += 100.0
+        return replace(TARGET if arm is TARGET_ONLY else FAIR, seconds=100.0)
+
+    class Noting(Report):
+        note = notes.append
+
+    monkeypatch.setattr(serving, "play", play)
+    monkeypatch.setattr(serving, "make_pair", lambda *_: (None, None))
+    monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
+    serving.run_serving_checks(Noting(), "cuda", deadline=330.0)
+    assert begun == [TARGET_ONLY, PLAIN, NO_GRAPHS]
+    assert len(notes) == 1 and NO_OVERLAP.name in notes[0]
+    begun.clear()
+    serving.run_serving_checks(Noting(), "cuda", deadline=now[0])
+    assert begun == [TARGET_ONLY, PLAIN]

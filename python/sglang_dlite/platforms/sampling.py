@@ -33,23 +33,13 @@ def sample_rows(
     tokens where the nucleus ends among them. Seeded rows are left to upstream, whose draw depends
     on the order of the sort. Where the filtered weights are asked for, those are the 256's too.
     """
-    count = None
-    if return_filtered_probs and sampling_seed is None and probs.device.type == "cpu":
-        count = _sufficient(probs, top_ks, top_ps)
-    if count is not None:
-        likeliest, ids = probs.topk(count, dim=-1)  # [n, 256]
-        places, weights, order, picked_weights = original(
-            likeliest, top_ks, top_ps, min_ps, need_min_p_sampling, None, positions,
-            return_filtered_probs=True,
-        )  # fmt: skip
-        ids = ids.to(torch.int32)
-        picked = ids.gather(1, places[:, None].long()).squeeze(1)
-        return picked, weights, ids.gather(1, order.long()), picked_weights
-    if probs.device.type != "cpu" or sampling_seed is not None or return_filtered_probs:
+    if probs.device.type != "cpu" or sampling_seed is not None:
         return original(
             probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions,
             return_filtered_probs=return_filtered_probs, max_top_k=max_top_k,
         )  # fmt: skip
+    if return_filtered_probs:
+        return _with_weights(original, probs, top_ks, top_ps, min_ps, need_min_p_sampling)
     vocab_size = probs.shape[-1]
     greedy = top_ks == 1
     plain = ~greedy & (top_ks >= vocab_size) & (top_ps >= 1.0)
@@ -72,6 +62,26 @@ def sample_rows(
             )  # fmt: skip
         tokens[rows] = picked.to(torch.int32)
     return tokens
+
+
+def _with_weights(
+    original: Callable[..., Any],
+    probs: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    need_min_p_sampling: bool,
+) -> Any:
+    """As upstream's with return_filtered_probs: (tokens, weights, their ids, the drawn weights)."""
+    filters = (top_ks, top_ps, min_ps, need_min_p_sampling, None, None)
+    count = _sufficient(probs, top_ks, top_ps)
+    if count is None:
+        return original(probs, *filters, return_filtered_probs=True)
+    likeliest, ids = probs.topk(count, dim=-1)  # [n, 256]
+    places, weights, order, drawn = original(likeliest, *filters, return_filtered_probs=True)
+    ids = ids.to(torch.int32)
+    tokens = ids.gather(1, places[:, None].long()).squeeze(1)
+    return tokens, weights, ids.gather(1, order.long()), drawn
 
 
 def _sufficient(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> int | None:

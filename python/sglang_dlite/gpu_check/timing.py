@@ -15,6 +15,7 @@ from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.gpu_check.drafters import random_inputs, step_bytes
 from sglang_dlite.gpu_check.parity import Capture
 from sglang_dlite.gpu_check.report import Report
+from sglang_dlite.speculative.draft_graph import CudaRecorder
 
 GOAL = 1.3  # graph + kernels at n = 1, in multiples of the bound
 
@@ -41,15 +42,13 @@ def cuda_timer(step: Callable[[], Any]) -> float:
 
 def cuda_capture(step: Callable[[], Any]) -> Callable[[], Any]:
     """`step` as a CUDA graph: replays it on the same tensors and returns its static outputs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    outputs: Any = None
+
+    def keep_outputs() -> None:
+        nonlocal outputs
         outputs = step()
+
+    graph = CudaRecorder()(keep_outputs)
 
     def replay() -> Any:
         graph.replay()

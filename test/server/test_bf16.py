@@ -8,13 +8,13 @@ only where the target's two best logits lie within that rounding of each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import engine
 from sglang_dlite.assets import shipped_drafter_dir
-from sglang_dlite.embedded_model import EmbeddedModelError, prepare_embedded_model
 from sglang_dlite.platforms.kernels import SWITCH
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -37,22 +37,18 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model(embedded_model: Path) -> Any:
     import transformers
 
-    try:
-        path = prepare_embedded_model()
-    except EmbeddedModelError as error:
-        pytest.skip(f"the embedded model cannot be prepared: {error}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    weights = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(embedded_model)
+    weights = transformers.AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True
         )["input_ids"]
         for question in QUESTIONS
     ]
-    return path, weights, prompts
+    return embedded_model, weights, prompts
 
 
 def generate(

@@ -8,18 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from engines import play
 from oracle import LOG_VARIABLE, PATTERN_VARIABLE, TABLE_VARIABLE, predict_histogram
 from workloads import Request
-
-
-def by_name(configurations: Sequence[Any]) -> list[Any]:
-    """Parameters of a fixture: one engine start each, by its `name`; `slow` ones are marked."""
-    return [
-        pytest.param(each, id=each.name, marks=pytest.mark.slow if each.slow else ())
-        for each in configurations
-    ]
 
 
 def oracle_environment(table: Path, folder: Path) -> dict[str, str]:

@@ -6,13 +6,13 @@ fp32, oracle drafts, a scripted policy (scripted_widths.py); then the real polic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from configurations import MIXED_CHUNKS, OVERLAP, Configuration, by_name
 from option_workloads import OPTIONS
-from oracle_engine import LaunchOracle, OracleEngine, by_name, histograms, output_ids
+from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from scripted_widths import (
     SCRIPT,
@@ -21,30 +21,17 @@ from scripted_widths import (
     widths_environment,
     write_script,
 )
-from workloads import CHUNK
 
 pytestmark = pytest.mark.server
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One engine start."""
-
-    name: str
-    drafter: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
-    server: dict[str, Any] = field(default_factory=dict)
-    slow: bool = True
-
-
-OVERLAP = {"DLITE_CPU_OVERLAP": "1"}
 CONFIGURATIONS = (
     Configuration("overlap", {"anchor_group_size": 3}, env=OVERLAP, slow=False),
     Configuration("no-overlap", {"anchor_group_size": 2}),
     Configuration(
         "overlap-chunked",
         env=OVERLAP,
-        server={"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True, "page_size": 16},
+        server={**MIXED_CHUNKS, "page_size": 16},
     ),
     Configuration("retracted", env={"SGLANG_TEST_RETRACT": "1"}),
     # The other rank's policy wants another width each time. A wait for ever is a failure.

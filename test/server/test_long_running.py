@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import tiny_models
+from configurations import OVERLAP
 from engines import engine, play, scheduler_memory_mb
 from live import load_weights
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from scripted_widths import widths_environment, write_script
-from test_scheduling import OVERLAP, STRICT, one_token_before
+from test_scheduling import STRICT, one_token_before
 from tiny_models import MAX_POSITIONS
 from workloads import CHUNK, Request, random_prompts
 

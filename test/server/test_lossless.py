@@ -7,12 +7,11 @@ well: a drafter that silently stopped being right would otherwise go unnoticed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
+from configurations import MIXED_CHUNKS, OVERLAP, Configuration, by_name
 from oracle import TOLERANCE
-from oracle_engine import LaunchOracle, OracleEngine, by_name, histograms, output_ids
+from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from workloads import CHUNK
 
@@ -21,54 +20,40 @@ pytestmark = pytest.mark.server
 LAST = 5  # the tiny target's last layer
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One engine start. `exact` is False where decode rows may ride in prefill batches."""
-
-    name: str
-    drafter: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
-    server: dict[str, Any] = field(default_factory=dict)
-    exact: bool = True
-    slow: bool = False
-
-
-OVERLAP = {"DLITE_CPU_OVERLAP": "1"}
-MIXED_CHUNKS = {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
 CONFIGURATIONS = (
-    Configuration("plain", {"anchor_group_size": 2}),
+    Configuration("plain", {"anchor_group_size": 2}, slow=False),
     Configuration(
         "overlap",
         {"anchor_group_size": 3, "target_layer_ids": (LAST, 0, 3, 2)},
         env=OVERLAP,
+        slow=False,
     ),
     Configuration(
         "chunked",
         {"target_layer_ids": (LAST,)},
         server={**MIXED_CHUNKS, "page_size": 16},
         exact=False,
+        slow=False,
     ),
-    Configuration("wide", {"block_size": 16, "anchor_group_size": 1}),
-    Configuration("wide-paged", {"block_size": 16}, server={"page_size": 16}, slow=True),
-    Configuration("width-3", server={"speculative_num_draft_tokens": 3}, slow=True),
-    Configuration("width-2", {"block_size": 2}, slow=True),
+    Configuration("wide", {"block_size": 16, "anchor_group_size": 1}, slow=False),
+    Configuration("wide-paged", {"block_size": 16}, server={"page_size": 16}),
+    Configuration("width-3", server={"speculative_num_draft_tokens": 3}),
+    Configuration("width-2", {"block_size": 2}),
     Configuration(
         "overlap-chunked",
         {"block_size": 16},
         env=OVERLAP,
         server=MIXED_CHUNKS,
         exact=False,
-        slow=True,
     ),
     Configuration(
         "overlap-paged",
         {"target_layer_ids": (1, LAST)},
         env=OVERLAP,
         server={"page_size": 16, "chunked_prefill_size": CHUNK},
-        slow=True,
     ),
     # Requests are thrown out of the running batch time and again, and prefilled anew.
-    Configuration("retracted", env={"SGLANG_TEST_RETRACT": "1"}, exact=False, slow=True),
+    Configuration("retracted", env={"SGLANG_TEST_RETRACT": "1"}, exact=False),
 )
 
 

@@ -9,39 +9,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from configurations import MIXED_CHUNKS, OVERLAP, Configuration, by_name
 from option_workloads import OPTIONS, PROCESSOR
-from oracle_engine import LaunchOracle, OracleEngine, by_name, histograms, output_ids
+from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from test_sampling import SIGNIFICANCE, chi_square_p
-from workloads import CHUNK, Request
+from workloads import Request
 
 pytestmark = pytest.mark.server
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One engine start. `alone` is False where a decoding row may ride in a prefill batch."""
-
-    name: str
-    env: dict[str, str] = field(default_factory=dict)
-    server: dict[str, Any] = field(default_factory=dict)
-    alone: bool = True
-    slow: bool = True
-
-
-OVERLAP = {"DLITE_CPU_OVERLAP": "1"}
-MIXED_CHUNKS = {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
 CONFIGURATIONS = (
     # Overlap is the case with a step that the host has not read yet: the harder one is the default.
     Configuration("overlap", env=OVERLAP, slow=False),
     Configuration("plain"),
-    Configuration("overlap-mixed", env=OVERLAP, server=MIXED_CHUNKS, alone=False),
-    Configuration("overlap-retracted", env={**OVERLAP, "SGLANG_TEST_RETRACT": "1"}, alone=False),
+    Configuration("overlap-mixed", env=OVERLAP, server=MIXED_CHUNKS, exact=False),
+    Configuration("overlap-retracted", env={**OVERLAP, "SGLANG_TEST_RETRACT": "1"}, exact=False),
     Configuration("llguidance", env=OVERLAP, server={"grammar_backend": "llguidance"}),
 )
 
@@ -101,7 +89,7 @@ def test_output_is_that_of_plain_decoding(
     assert output_ids(answers[:count]) == output_ids(expected)
     assert output_ids(answers[count:]) == references.expected("mixed")[:6]
     check_finish(answers[:count], expected)
-    if pattern != "wrong" and configuration.alone:
+    if pattern != "wrong" and configuration.exact:
         accepted = [sum(row[1:]) for row in histograms(answers[:count])]
         assert sum(map(bool, accepted)) > count / 2  # else only first rows were tested
 
@@ -213,7 +201,7 @@ def test_the_law_of_sampled_tokens_with_a_penalty(
     observed = Counter(tuple(answer["output_ids"]) for answer in answers)
     law = penalised_law(references, request, length)
     assert set(observed) <= set(law)
-    if configuration.alone:  # a request whose tokens all come of mixed batches verifies nothing
+    if configuration.exact:  # a request whose tokens all come of mixed batches verifies nothing
         kept = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
         assert kept > samples / 20
     assert chi_square_p(observed, law) > SIGNIFICANCE

@@ -11,15 +11,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
+from configurations import OVERLAP, Configuration, by_name
 from greedy import greedy_with_transformers
 from live import Live, finish_type, load_weights
-from oracle_engine import LaunchOracle, OracleEngine, by_name, histograms, output_ids
+from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
 from workloads import CHUNK, Request
 
@@ -30,29 +31,19 @@ POOL = 1280  # tokens: one context of 1024, or some ten of the workload's reques
 # chunks: decoding rows then take what a prompt's next chunk needs, and SGLang stops.
 OVERCOMMIT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
-OVERLAP = {"DLITE_CPU_OVERLAP": "1"}
 CHUNKED = {"chunked_prefill_size": CHUNK}
 SLOTS = 16  # --max-running-requests
 URGENT = 100  # a priority; requests that state none have the lowest
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One engine start."""
-
-    name: str
-    env: dict[str, str] = field(default_factory=dict)
-    server: dict[str, Any] = field(default_factory=dict)
-    drafter: dict[str, Any] = field(default_factory=dict)
-    slow: bool = True
-
-
 CONFIGURATIONS = (
     # A control message reaches this scheduler between a verify pass and its result.
-    Configuration("overlap", OVERLAP, {**CHUNKED, "page_size": 16}, slow=False),
-    Configuration("plain", {}, CHUNKED),
-    Configuration("wide", {}, CHUNKED, {"block_size": 16}),
-    Configuration("overlap-page-64", OVERLAP, {"chunked_prefill_size": 64, "page_size": 64}),
+    Configuration("overlap", env=OVERLAP, server={**CHUNKED, "page_size": 16}, slow=False),
+    Configuration("plain", server=CHUNKED),
+    Configuration("wide", {"block_size": 16}, server=CHUNKED),
+    Configuration(
+        "overlap-page-64", env=OVERLAP, server={"chunked_prefill_size": 64, "page_size": 64}
+    ),
 )
 
 

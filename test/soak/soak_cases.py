@@ -20,6 +20,9 @@ NUM_CASES = 120
 LONG_PROMPT = 240  # several chunks
 FEWEST = 16  # tokens that a request asks for, at least
 PREFIX_LEN = 70  # of the prompts that share one
+# SGLang takes prompt and grammar from a request that is aborted while its grammar compiles, and
+# runs one prefill of this instead (`Req.set_finish_with_abort`), whose token it sends.
+EMPTIED_PROMPT = (0,)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Case:
     kind: str
     request: Request
     answer: dict[str, Any]
+    emptied: tuple[int, ...] = ()
+    """The target's reply to EMPTIED_PROMPT, `output_ids`."""
 
 
 def _penalties(rng: random.Random) -> Params:
@@ -143,9 +148,11 @@ def record_cases(target: Path, seed: int, table: Path) -> list[Case]:
     """
     made = make_requests(seed)
     with engine(target, enable_custom_logit_processor=True, log_level="error") as running:
-        answers = play(running, [request for _, request in made])
+        emptied, *answers = play(
+            running, [Request(EMPTIED_PROMPT, 0, 1), *(request for _, request in made)]
+        )
     cases = [
-        Case(kind, replace(request, sequence=i), answer)
+        Case(kind, replace(request, sequence=i), answer, tuple(emptied["output_ids"]))
         for i, ((kind, request), answer) in enumerate(zip(made, answers, strict=True))
     ]
     sequences = [[*case.request.prompt, *case.answer["output_ids"]] for case in cases]

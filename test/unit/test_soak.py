@@ -17,12 +17,18 @@ from tiny_models import EOS_ID, MAX_POSITIONS, VOCAB_SIZE
 from workloads import Request
 
 
-def answer_of(ids: list[int], finish: dict[str, Any], text: str = "") -> dict[str, Any]:
+def answer_of(
+    ids: list[int], finish: dict[str, Any], text: str = "", prompt_tokens: int = 2
+) -> dict[str, Any]:
     logprobs = [[-0.5 - 0.01 * i, token, None] for i, token in enumerate(ids)]
     return {
         "output_ids": ids,
         "text": text,
-        "meta_info": {"finish_reason": finish, "output_token_logprobs": logprobs},
+        "meta_info": {
+            "finish_reason": finish,
+            "output_token_logprobs": logprobs,
+            "prompt_tokens": prompt_tokens,
+        },
     }
 
 
@@ -34,7 +40,7 @@ IDS = [5, 4, 3, 2, 1, 9]
 
 def greedy_case(finish: dict[str, Any], count: int = 6) -> Case:
     request = Request((1, 2), 0, count, logprobs=True)
-    return Case("logprobs", request, answer_of(IDS, finish, "abcdef"))
+    return Case("logprobs", request, answer_of(IDS, finish, "abcdef"), emptied=(8,))
 
 
 def test_the_targets_own_reply_passes() -> None:
@@ -48,6 +54,9 @@ def test_the_targets_own_reply_passes() -> None:
     # SGLang trims no block that is aborted.
     assert greedy_error(greedy_case(STOP), answer_of([*IDS, 7], ABORT), 6, aborted=True) is None
     assert greedy_error(greedy_case(STOP), answer_of(IDS, ABORT), 3, aborted=True) is None
+    # SGLang took its prompt.
+    emptied = answer_of([8], ABORT, prompt_tokens=1)
+    assert greedy_error(greedy_case(STOP), emptied, 6, aborted=True) is None
 
 
 @pytest.mark.parametrize(
@@ -62,6 +71,9 @@ def test_the_targets_own_reply_passes() -> None:
         (answer_of(IDS[:4], ABORT), 6, False, "nobody aborted"),
         (answer_of(IDS, ABORT), 6, False, "nobody aborted"),
         (answer_of([5, 4, 0], ABORT), 6, True, "output_ids"),
+        (answer_of([8], ABORT), 6, True, "output_ids"),
+        (answer_of([5], ABORT, prompt_tokens=1), 6, True, "output_ids"),
+        (answer_of([8], ABORT, prompt_tokens=1), 6, False, "nobody aborted"),
         (answer_of(IDS[:4], STOP, "abcd"), 6, True, "output_ids"),
         (answer_of([*IDS, *range(8)], ABORT), 6, True, "output_ids"),
     ],

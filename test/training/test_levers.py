@@ -71,7 +71,9 @@ def test_every_lever_gets_its_time(lever_file: Path, tmp_path: Path, monkeypatch
     assert page.count("\n| ") == 3 and page.strip() in capsys.readouterr().out
     monkeypatch.setattr(levers, "seconds_per_step", None)  # nothing is run again
     assert levers.main(arguments) == 0
+    (out / "levers.md").unlink()
     assert levers.main([*arguments, "--only", "plain"]) == 0
+    assert (out / "levers.md").read_text() == page  # all that are finished, not this call's
     assert levers.main([*arguments, "--only", "nope"]) == 1
     assert "the levers are plain, two" in capsys.readouterr().err
 

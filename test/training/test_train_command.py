@@ -13,7 +13,7 @@ from sglang_dlite.drafter import load_drafter
 from sglang_dlite.training import simulate
 from sglang_dlite.training.config import from_dict, load_config
 from sglang_dlite.training.estimate import _activations, estimate
-from sglang_dlite.training.provenance import without_folders
+from sglang_dlite.training.provenance import read_metrics, without_folders
 from sglang_dlite.training.run_folder import load_any, load_teacher
 from sglang_dlite.training.targets import TargetShape, drafter_config
 
@@ -105,7 +105,10 @@ def test_a_teacher_alone_can_be_trained(target: Path, data_folder: Path, tmp_pat
     stages = {"teacher": 3, "stable": 0}
     path = _write(tmp_path / "c.yaml", target, data_folder, tmp_path / "run", stages=stages)
     assert main(["train", str(path)]) == 0
-    assert load_teacher(tmp_path / "run/teacher/best").window == MODEL["window"]
+    best = tmp_path / "run/teacher/best"
+    assert load_teacher(best).window == MODEL["window"]
+    assert read_metrics(best)["simulated_tau"]["mean"] >= 1
+    assert read_metrics(best)["best"]["step"] == 3
 
 
 def test_a_finished_run_can_be_called_again(

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from sglang_dlite.training.config import (
     TrainConfigError,
     load_config,
 )
+from sglang_dlite.training.provenance import read_metrics
 from sglang_dlite.training.storage import write_atomically, write_json
 
 STAGES = ("teacher", "warm_up", "transition", "stable")
@@ -91,12 +93,10 @@ def plan(config: TrainConfig, minutes: float) -> dict[str, int]:
     }
 
 
-def run_lever(base: str, overrides: list[str], minutes: float, folder: Path) -> dict[str, Any]:
-    """Train one lever, or go on with it, or read its result."""
+def run_lever(base: str, overrides: list[str], minutes: float, folder: Path) -> None:
+    """Train one lever, or go on with it, and write its `result.json`."""
     from sglang_dlite.training.train import train
 
-    if (folder / "result.json").exists():
-        return dict(json.loads((folder / "result.json").read_text()))
     config = load_config(Path(base), [*overrides, f"run.folder={folder}"])
     if not (folder / "plan.json").exists():
         write_json(folder / "plan.json", plan(config, minutes))
@@ -113,11 +113,14 @@ def run_lever(base: str, overrides: list[str], minutes: float, folder: Path) -> 
             ["sglang-dlite", "train", base, *overrides, f"run.folder={folder}", *whole]
         ),
     }
-    if (export / "provenance.json").exists():
-        metrics = json.loads((export / "provenance.json").read_text())["metrics"]
-        result |= {"best": metrics["best"], "simulated_tau": metrics["simulated_tau"]}
+    result |= read_metrics(export)
     write_json(folder / "result.json", result)
-    return result
+
+
+def finished(out: Path, levers: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The results in `out`, of whichever call."""
+    paths = {name: out / name / "result.json" for name in levers}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
 def table(results: dict[str, dict[str, Any]], minutes: float) -> str:
@@ -141,7 +144,7 @@ def table(results: dict[str, dict[str, Any]], minutes: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run all levers of a file and write `levers.md`; what is finished is not run again."""
+    """Run levers of a file and write `levers.md` of all that are finished; none is run again."""
     from sglang_dlite.training.train import ERRORS
 
     parser = argparse.ArgumentParser(prog="levers", description=main.__doc__)
@@ -150,7 +153,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("work/levers"))
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="repeatable")
     args = parser.parse_args(argv)
-    results = {}
     try:
         base, common, levers = read_levers(args.levers)
         unknown = sorted(set(args.only) - levers.keys())
@@ -159,15 +161,22 @@ def main(argv: list[str] | None = None) -> int:
         for name, overrides in levers.items():
             if args.only and name not in args.only:
                 continue
+            if name in finished(args.out, levers):
+                continue
             print(f"levers: {name}", file=sys.stderr)
-            results[name] = run_lever(base, [*common, *overrides], args.minutes, args.out / name)
-            text = table(results, args.minutes)
-            write_atomically(args.out / "levers.md", lambda f, t=text: f.write(t.encode()))  # type: ignore[misc]
+            run_lever(base, [*common, *overrides], args.minutes, args.out / name)
+            _write_table(args.out, levers, args.minutes)
+        print(_write_table(args.out, levers, args.minutes))
     except ERRORS as error:
         print(f"levers: {error}", file=sys.stderr)
         return 1
-    print(table(results, args.minutes))
     return 0
+
+
+def _write_table(out: Path, levers: Iterable[str], minutes: float) -> str:
+    text = table(finished(out, levers), minutes)
+    write_atomically(out / "levers.md", lambda file: file.write(text.encode()))
+    return text
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,12 @@ def write_provenance(
         "metrics": metrics,
     }
     write_json(export / "provenance.json", without_folders(value))
+
+
+def read_metrics(export: Path) -> dict[str, Any]:
+    """The metrics of an exported drafter or a trained teacher; none where it has no provenance."""
+    path = export / "provenance.json"
+    return dict(json.loads(path.read_text())["metrics"]) if path.exists() else {}
 
 
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^/\s:,\]]+/)+")

@@ -18,7 +18,7 @@ from sglang_dlite.training.config import DataSection, TrainConfig, TrainConfigEr
 from sglang_dlite.training.dataset import fingerprint, load_replies
 from sglang_dlite.training.distributed import World
 from sglang_dlite.training.objective import Objective
-from sglang_dlite.training.provenance import write_provenance
+from sglang_dlite.training.provenance import read_metrics, write_provenance
 from sglang_dlite.training.reply_kinds import is_looping
 from sglang_dlite.training.run_folder import copy_for_serving, load_teacher
 from sglang_dlite.training.schedule import Sampler, Stage, plan_stages
@@ -122,9 +122,11 @@ class Session:
             self._warm_start(fresh, self.folder / "teacher")
             trainer = self.trainer("teacher", fresh, None)
             assert trainer is not None
-            trainer.run()
+            best = trainer.run()
             self.world.wait()  # the main process has written the best one
             teacher = load_teacher(trainer.folder / "best")
+            if read_metrics(trainer.folder / "best").get("best") != best:
+                self._record(trainer.folder / "best", teacher, best)
         else:
             return None
         return teacher.to(self.device)
@@ -219,13 +221,17 @@ class Session:
         if self.world.is_main:
             final = load_drafter(self.folder / "best")
             save_drafter(copy_for_serving(final), export)
-            metrics = {"best": best, "simulated_tau": self.final_tau(final)}
-            write_provenance(export, config, self.replies, metrics)
+            self._record(export, final, best)
         return export
+
+    def _record(self, export: Path, model: DLiteDrafter, best: dict[str, Any]) -> None:
+        """Write provenance.json with what the model reaches."""
+        if self.world.is_main:
+            metrics = {"best": best, "simulated_tau": self.final_tau(model)}
+            write_provenance(export, self.config, self.replies, metrics)
 
     def final_tau(self, drafter: DLiteDrafter) -> dict[str, float]:
         """Simulated tau on the replies to evaluation prompts, `eval.folders`."""
-
         folders = [Path(folder) for folder in self.config.eval.folders]
         if not folders:
             return {}

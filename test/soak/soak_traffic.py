@@ -179,10 +179,8 @@ class Traffic:
 
     async def _event(self, event: str) -> None:
         self.leg.counts[event] += 1
-        if event == "flush":  # refused while busy
-            reply = await self.http.post("/flush_cache")
-            assert reply.status_code in (200, 400), reply.text
-            self.leg.counts["flushed"] += reply.status_code == 200
+        if event == "flush":
+            await self._flush()
         elif event == "abort_all":
             self.ending_all = True  # a request that starts now might be hit or not
             self.aborted |= set(self.running)
@@ -195,5 +193,11 @@ class Traffic:
             await self.http.post("/pause_generation", json={"mode": event})
             await asyncio.sleep(self.rng.uniform(0.1, 1.0))
             if event == "retract":
-                assert (await self.http.post("/flush_cache")).status_code == 200
+                await self._flush()
             await self.http.post("/continue_generation", json={})
+
+    async def _flush(self) -> None:
+        """Refused while busy; in a pause with retraction only where a grammar is not ready."""
+        reply = await self.http.post("/flush_cache")
+        assert reply.status_code in (200, 400), reply.text
+        self.leg.counts["flushed"] += reply.status_code == 200

@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 from sglang_dlite import ALGORITHM, SGLANG_VERSION
 from sglang_dlite.platforms import has_accelerator, sampling
 from sglang_dlite.platforms import hooks as cpu
-from sglang_dlite.speculative import cuda_graph, request_validation, stop_strings
+from sglang_dlite.speculative import (
+    cuda_graph,
+    request_validation,
+    stop_strings,
+    stream_parsers,
+)
 
 
 class Hook(NamedTuple):
@@ -103,6 +108,33 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "new_accepted_len"),
         False,
         "of the stop strings and tokens in one block, the first one does not always win",
+    ),
+    *(
+        Hook(
+            f"sglang.srt.{name}",
+            "AROUND",
+            function,
+            parameters,
+            False,
+            "of a chunk of several tokens the streaming parsers report one event and drop others",
+        )
+        for name, function, parameters in (
+            (
+                "function_call.function_call_parser.FunctionCallParser.parse_stream_chunk",
+                stream_parsers.calls_by_pieces,
+                ("self", "chunk_text"),
+            ),
+            (
+                "function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
+                stream_parsers.array_by_pieces,
+                ("self", "new_text", "tools"),
+            ),
+            (
+                "parser.reasoning_parser.ReasoningParser.parse_stream_chunk",
+                stream_parsers.reasoning_by_pieces,
+                ("self", "chunk_text"),
+            ),
+        )
     ),
     Hook(
         "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",

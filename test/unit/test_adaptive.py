@@ -47,6 +47,11 @@ DRAFT = 0.002
 COSTS = {"flat": flat, "linear": linear, "roofline": roofline, "measured": measured_cpu}
 
 
+def request_ids(n: int) -> list[str]:
+    """Those of n running requests."""
+    return [str(i) for i in range(n)]
+
+
 @dataclass
 class Machine:
     """A server's decode loop in simulated time: costs, acceptance and noise are given."""
@@ -71,7 +76,8 @@ class Machine:
         return self.cost(n, d) + drafts * DRAFT * (1 + 0.1 * n)
 
     def prefill(self, n: int, seconds: float = 0.2) -> None:
-        self.control.extended(n)
+        running = len(self.has_drafts)
+        self.control.extended(request_ids(running + n)[running:])
         self.has_drafts += [self.control.width > 1] * n
         self.seconds += seconds
 
@@ -79,7 +85,7 @@ class Machine:
         for _ in range(steps):
             n, width = len(self.has_drafts), self.control.width
             accepted = [self._accepted(width) if has else 0 for has in self.has_drafts]
-            self.control.verified(n)
+            self.control.verified(request_ids(n))
             drafts = self.control.width > 1
             self.has_drafts = [drafts] * n
             wobble = 1 + self.noise * self.rng.uniform(-1, 1)
@@ -333,16 +339,16 @@ def test_steps_next_to_a_prefill_or_to_plain_decoding_are_not_timed() -> None:
 
     def verify(num_accepted: list[int]) -> None:
         now[0] += 1.0
-        control.verified(len(num_accepted))
+        control.verified(request_ids(len(num_accepted)))
         control.completed(num_accepted, len(num_accepted))
 
-    control.extended(2)
+    control.extended(request_ids(2))
     verify([7, 0])  # width 8, behind a prefill
     verify([1, 1])  # 8, timed
     verify([2, 3])  # 8, timed: the next one is narrower, and drafted for
     verify([1, 0])  # 4, but does not draft any more
     verify([0, 0])  # 1, timed
-    control.extended(1)  # planned width 1: not drafted for
+    control.extended(["another"])  # planned width 1: not drafted for
     verify([0, 0, 0])  # 1, and drafts for all
     verify([5, 0, 1])  # 8, timed
     assert policy.steps == [(2, 8, 1.0), (2, 8, 1.0), (2, 1, 1.0), (3, 8, 1.0)]
@@ -355,8 +361,8 @@ def test_acceptance_counts_only_where_every_request_had_drafts() -> None:
     control = WidthControl(policy, clock=lambda: 0.0)
     for prefilled, running in ((1, 1), (1, 2), (0, 2)):
         if prefilled:
-            control.extended(prefilled)
-        control.verified(running)
+            control.extended(request_ids(running)[-prefilled:])
+        control.verified(request_ids(running))
         control.completed([0] * running, running)
     # The second pass is 8 wide, but its first request was not drafted for.
     assert [width for _, width in policy.accepted] == [8, 1, 8]
@@ -365,10 +371,23 @@ def test_acceptance_counts_only_where_every_request_had_drafts() -> None:
 def test_results_that_are_never_read_are_skipped() -> None:
     policy = Recorder([4] * 4)
     control = WidthControl(policy, clock=lambda: 0.0)
-    control.extended(3)
+    control.extended(request_ids(3))
     for n in (3, 2, 1):
-        control.verified(n)
+        control.verified(request_ids(n))
     control.completed([1], 1)  # of the third pass
     assert policy.accepted == [([1], 4)] and policy.steps == []
     control.completed([1], 1)  # of none
     assert len(policy.accepted) == 1
+
+
+def test_a_request_counts_once() -> None:
+    """Chunks of one prompt, and decoding requests that ride in its batches."""
+    policy = Recorder([4] * 6)
+    control = WidthControl(policy, clock=lambda: 0.0)
+    control.extended(["a"])
+    control.verified(["a"])
+    control.extended(["b", "a"])  # a chunk, mixed
+    control.extended(["b", "c", "a"])
+    control.verified(["a", "b", "c"])
+    control.verified(["c"])
+    assert policy.asked == [1, 1, 2, 3, 3, 1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,31 +48,38 @@ class WidthControl:
         self._clock = clock
         self._agree = agree
         self._pending: deque[_Step] = deque()
-        self._running = 0  # requests in the newest verify pass, and prefilled since
+        # Ids of the requests in the newest verify pass, and of those prefilled since: a chunked
+        # prompt, or a request that decodes in a mixed batch, is one request.
+        self._running: set[str] = set()
         self._all_drafted = True  # every request of the next verify pass has drafts
         self._after_verify = False
         self._completed_at: float | None = None
 
-    def extended(self, batch_size: int) -> None:
+    def extended(self, request_ids: Iterable[str]) -> None:
         """A prefill was launched; settles whether its requests are drafted for."""
-        self._running += batch_size
+        self._running.update(request_ids)
         self._settle()
         # The requests that were running keep what they had.
         self._all_drafted &= self.width > 1
         self._after_verify = False
 
-    def verified(self, batch_size: int) -> None:
+    def verified(self, request_ids: Iterable[str]) -> None:
         """A verify pass of `self.width` rows was launched; settles the width of the next one."""
-        width, self._running = self.width, batch_size
+        width, self._running = self.width, set(request_ids)
         self._settle()
         # Drafting is part of a step's cost: a step counts where it drafts as its width implies.
         timed = self._after_verify and (width > 1) == (self.width > 1)
-        self._pending.append(_Step(batch_size, width, self._all_drafted, timed))
+        self._pending.append(_Step(len(self._running), width, self._all_drafted, timed))
         self._all_drafted = self.width > 1
         self._after_verify = True
 
     def completed(self, num_accepted: Sequence[int], batch_size: int) -> None:
-        """The oldest pass's accepted drafts per request have reached the host."""
+        """The oldest pass's accepted drafts per request have reached the host.
+
+        Under overlap a request that has ended is verified once more, and counts: upstream does not
+        say which ones those are. Its drafts were verified as all others, so that only the text
+        behind an end is a little over-represented.
+        """
         now, before = self._clock(), self._completed_at
         self._completed_at = now
         while self._pending:
@@ -86,9 +93,9 @@ class WidthControl:
             return
 
     def _settle(self) -> None:
-        width = self._agree(self._policy.next_width(self._running))
+        width = self._agree(self._policy.next_width(len(self._running)))
         if width != self.width:
-            logger.debug("DLITE: verify width %d at %d requests.", width, self._running)
+            logger.debug("DLITE: verify width %d at %d requests.", width, len(self._running))
         self.width = width
 
 

@@ -143,7 +143,7 @@ class DLiteWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(batch.seq_lens)
         if self.adaptive is not None:
-            self.adaptive.extended(len(batch.seq_lens))
+            self.adaptive.extended(req.rid for req in batch.reqs)
         group = prefill_token_group(batch, anchor, self.config.anchor_group_size)
         states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
         result.next_draft_input = self._draft(states, group, batch, batch.seq_lens)
@@ -199,7 +199,7 @@ class DLiteWorker(BaseSpecWorker):
             )
         result = self._verified(target, forward_batch, accepted, width, prefix_lens, on_publish)
         if self.adaptive is not None:
-            self.adaptive.verified(len(prefix_lens))
+            self.adaptive.verified(req.rid for req in batch.reqs)
         self.options.after_step(batch, accepted.output_ids)
         states = logits_output.hidden_states[pivot_rows(accepted.num_accepted, width)]
         logits_output.hidden_states = None

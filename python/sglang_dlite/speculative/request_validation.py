@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from sglang_dlite import ALGORITHM
 
 
@@ -65,7 +67,8 @@ def token_error(token_ids: Sequence[int], vocab_size: int) -> str | None:
 
     Upstream hands any id to the embedding table, where one beyond its end ends the scheduler.
     """
-    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+    ids = np.asarray(token_ids, dtype=np.int64)  # a view of upstream's array: no loop over it
+    for token in (int(ids.min(initial=0)), int(ids.max(initial=0))):
         if not 0 <= token < vocab_size:
             return (
                 f"input_ids holds {token}; allowed are 0..{vocab_size - 1}, the model's "

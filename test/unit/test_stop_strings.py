@@ -122,3 +122,14 @@ def test_other_algorithms_and_plain_requests_are_left_alone(served: SimpleNamesp
     served.speculative_algorithm = "NGRAM"
     check_token_by_token(record, request(stop=["a"]), 4)
     assert calls == [5, 1, 4]
+
+
+@pytest.mark.parametrize("stop", [{"stop": ["c"]}, {"stop_token_ids": [2]}, {"max_new_tokens": 3}])
+def test_tokens_behind_the_end_are_no_reasoning(stop: dict[str, Any]) -> None:
+    """Upstream counts a step's tokens before it knows where in the step the reply ends."""
+    req = request(**stop)
+    req.output_ids.extend([0, 1, 2, 3, 4])
+    req.update_reasoning_tokens([0, 1, 2, 3, 4], think_end_ids=[9])
+    check_token_by_token(upstream(), req, 5)
+    assert req.finished() and req.finished_len == 3
+    assert req.reasoning_tokens == 3

@@ -15,7 +15,7 @@ def check_token_by_token(
 
     Upstream looks at all tokens of a step at once, for the strings in the order of the request, and
     for stop tokens only if there is no string: of two strings in a block the later one may win, and
-    so may a string behind the end-of-text token.
+    so may a string behind the end-of-text token. Tokens behind the end are no reasoning tokens.
     """
     from sglang.srt.runtime_context import get_spec
 
@@ -28,7 +28,15 @@ def check_token_by_token(
         or (get_spec().speculative_algorithm or "").upper() != ALGORITHM
     ):
         original(req, new_accepted_len)
-        return
+    else:
+        _check_each(original, req, new_accepted_len)
+    if req.finished_len is not None:
+        # Upstream has counted the whole step's tokens as reasoning, which begins with the output.
+        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
+
+
+def _check_each(original: Callable[..., None], req: Any, new_accepted_len: int) -> None:
+    """`update_finish_state` after each of the newest tokens."""
     tokens = req.output_ids[-new_accepted_len:]
     del req.output_ids[-new_accepted_len:]
     # A grammar has read the whole step by now: its end is the step's last token.

@@ -13,9 +13,9 @@ from typing import Any
 
 from sglang_dlite import ALGORITHM
 
-# Like tokens, not longer than one: a tag is a token of its own where it is one for the parsers
-# (some look for it in a single chunk), then words, then single characters.
-PIECE = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]|\w+|.", re.DOTALL)
+# Like tokens: tags in one piece, which some parsers need, words, and single characters. Digits are
+# single: upstream sends the common beginning of a number and a longer one.
+PIECE = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]|[^\W\d]+|.", re.DOTALL)
 
 
 def pieces(text: str) -> list[str]:

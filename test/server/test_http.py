@@ -26,6 +26,7 @@ pytestmark = pytest.mark.server
 OPTIONS = [
     *("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "16"),
     *("--random-seed", "0", "--decode-log-interval", "1", "--enable-metrics"),
+    *("--tool-call-parser", "qwen25"),
 ]
 
 
@@ -243,6 +244,25 @@ def test_a_chat_reply_that_follows_a_schema(client: Client) -> None:
     choice = reply.json()["choices"][0]
     assert json.loads(choice["message"]["content"])["a"] in (1, 22)
     assert choice["finish_reason"] == "stop"
+
+
+def test_a_required_tool_call(client: Client) -> None:
+    """A structural tag, whole and streamed; test_chat_parsers.py has the other kinds."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
+    function = {"name": "f", "parameters": {**schema, "additionalProperties": False}}
+    tool = {"type": "function", "function": {**function, "strict": True}}
+    body = {**CHAT, "max_tokens": 80, "temperature": 0, "tools": [tool], "tool_choice": "required"}
+    reply = client.http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    call = reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert call["name"] == "f"
+    assert json.loads(call["arguments"])["a"] in (1, 22)
+    pieces = events(client, "/v1/chat/completions", {**body, "stream": True})
+    deltas = [piece["choices"][0]["delta"] for piece in pieces if piece["choices"]]
+    found = [part for delta in deltas for part in delta.get("tool_calls") or []]
+    parts = [part["function"] for part in found if part["index"] == 0]
+    assert "".join(part["name"] or "" for part in parts) == "f"
+    assert "".join(part["arguments"] or "" for part in parts) == call["arguments"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import engine
+from engines import engine, flush_when_idle
 from identifiers import CONCURRENCY, WIDTHS, Echo
 from recorded_drafts import RecordedEngine, recording_environment
 from sglang_dlite.assets import shipped_drafter_dir
@@ -59,7 +59,7 @@ def test_every_width_without_overlap(
         assert running.get_server_info()["disable_overlap_schedule"]
         recorded = RecordedEngine(running, tmp_path)
         for width in WIDTHS:
-            assert running.flush_cache().success
+            assert flush_when_idle(running)
             recorded.set_width(width)
             echo.check(cold := echo.play(running))
             echo.check(warm := echo.play(running))

@@ -249,11 +249,13 @@ def test_sigterm_ends_a_run_and_its_engine_at_once(target: Path, tmp_path: Path)
     with subprocess.Popen([sys.executable, "-m", "sglang_dlite.cli", "generate", *options]) as run:
         process = psutil.Process(run.pid)
         deadline = time.monotonic() + 240
-        while not any(part.stat().st_size for part in out.glob("part-*")):
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        engine = process.children(recursive=True)
-        run.terminate()  # with thousands of requests to come
+        try:
+            while not any(part.stat().st_size for part in out.glob("part-*")):
+                assert run.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+            engine = process.children(recursive=True)
+        finally:
+            run.terminate()  # with thousands of requests to come
         assert run.wait(60) == 143
     assert engine and not psutil.wait_procs(engine, timeout=30)[1]
     assert 0 < len(_by_id(out)) < 5000

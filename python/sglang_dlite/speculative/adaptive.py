@@ -7,6 +7,7 @@ Nothing here knows torch, SGLang or the time: numbers come in, a width goes out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from sglang_dlite.speculative.step_costs import CostBook, bucket
@@ -135,7 +136,10 @@ class WidthPolicy:
     def _affordable_probe(
         self, batch_size: int, tokens: Mapping[int, float], costs: Mapping[int, float]
     ) -> int | None:
-        """The width whose measurement is oldest for its price, if the budget covers the price."""
+        """The width whose measurement is oldest for its price, if the budget covers the price.
+
+        Plain decoding is what all are judged by: where it was never measured, it goes on credit.
+        """
         if self._budget is None:
             return None
         standing = self._standing
@@ -147,6 +151,9 @@ class WidthPolicy:
                 continue
             lost = max(costs[width] - tokens[width] * per_token, 0.01 * costs[standing])
             price = PROBE_STEPS * lost
+            if width == 1 and self._costs.age(batch_size, width) == math.inf:
+                self._budget -= price
+                return width
             if best is None or age / price > best[0]:
                 best = (age / price, width, price)
         self._wanted = 0.0 if best is None else best[2]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # Shape of a step's cost before anything is measured, over `features`; only ratios matter.
-_PRIOR = np.array([1.0, 0.02, 0.01, 0.2])
+_PRIOR = np.array([1.0, 0.04, 0.05, 0.25])
 _PRIOR_WEIGHT = 0.02  # of each prior coefficient, in measurements
 _MEMORY = 32  # samples over which a cell averages
 _FRESH = 64  # steps after which a cell no longer tells how fast the machine is now

@@ -10,6 +10,7 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_dlite.speculative.request_validation import (
     check_request,
+    number_error,
     processor_error,
     request_error,
     stop_error,
@@ -20,7 +21,11 @@ from sglang_dlite.speculative.request_validation import (
 def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
     """What `request_error` reads of upstream's Req."""
     capture = bool(fields.pop("return_hidden_states", False))
-    plain = {"custom_logit_processor": None, "origin_input_ids": [1, 2]}
+    plain = {
+        "custom_logit_processor": None,
+        "origin_input_ids": [1, 2],
+        "logprob": SimpleNamespace(top_logprobs_num=0),
+    }
     return SimpleNamespace(
         sampling_params=SamplingParams(**(params or {})),
         return_hidden_states_mode=SimpleNamespace(need_capture=lambda: capture),
@@ -85,6 +90,30 @@ def test_stop_tokens_that_min_new_tokens_cannot_hold_back(bad: int) -> None:
     assert error is not None and f"stop_token_ids holds {bad}" in error and "0..49" in error
     assert stop_error(SamplingParams(**limits), 50) is None
     assert stop_error(SamplingParams(min_new_tokens=2, stop_token_ids=[3, 49]), 50) is None
+
+
+@pytest.mark.parametrize(
+    "params,top_logprobs_num,words",
+    [
+        ({"top_k": 2**31}, 0, "top_k = 2147483648"),
+        ({"min_new_tokens": 2**31, "max_new_tokens": None}, 0, "min_new_tokens = 2147483648"),
+        ({}, 51, "top_logprobs_num = 51; allowed are numbers up to 50"),
+        ({"logit_bias": {"3": 1.0, "7": 1e39}}, 0, "logit_bias of token 7 is 1e+39"),
+        ({"logit_bias": {"3": float("nan")}}, 0, "logit_bias of token 3 is nan"),
+    ],
+)
+def test_numbers_that_would_end_the_scheduler(
+    params: dict[str, Any], top_logprobs_num: int, words: str
+) -> None:
+    error = number_error(SamplingParams(**params), top_logprobs_num, 50)
+    assert error is not None and words in error and "allowed" in error
+
+
+def test_numbers_at_their_limits() -> None:
+    params = {"top_k": 2**31 - 1, "min_new_tokens": 2**31 - 1, "max_new_tokens": None}
+    bias = {"1": 1e30, "2": float("-inf"), "3": -1e39}
+    assert number_error(SamplingParams(**params, logit_bias=bias), 50, 50) is None
+    assert number_error(SamplingParams(top_k=-1), -1, 50) is None
 
 
 @pytest.mark.parametrize("ids,bad", [([0, 50], 50), ([-1, 3], -1), ([10**6], 10**6)])

@@ -62,6 +62,33 @@ def stop_error(params: Any, vocab_size: int) -> str | None:
     return None
 
 
+LARGEST_INT32 = 2**31 - 1
+LARGEST_BIAS = 1e30  # finite in fp32 beside a logit, and after division by the least temperature
+
+
+def number_error(params: Any, top_logprobs_num: int, vocab_size: int) -> str | None:
+    """Why a number that upstream does not check is refused, or None.
+
+    Upstream makes int32 tensors of some when it forms the batch, and ends the scheduler over one
+    that does not fit; or over probabilities that are not numbers.
+    """
+    limits = (
+        ("top_k", params.top_k, LARGEST_INT32, "Leave it out for no limit"),
+        ("min_new_tokens", params.min_new_tokens, LARGEST_INT32, "Use a smaller one"),
+        ("top_logprobs_num", top_logprobs_num, vocab_size, "The vocabulary has no more tokens"),
+    )
+    for name, value, largest, remedy in limits:
+        if value > largest:
+            return f"{name} = {value}; allowed are numbers up to {largest}. {remedy}."
+    for token, bias in (params.logit_bias or {}).items():
+        if not bias <= LARGEST_BIAS:  # NaN is not
+            return (
+                f"logit_bias of token {token} is {bias}; allowed are numbers up to {LARGEST_BIAS}. "
+                "100 forces a token already."
+            )
+    return None
+
+
 def token_error(token_ids: Sequence[int], vocab_size: int) -> str | None:
     """Why a prompt given as token ids is refused, or None.
 
@@ -85,6 +112,7 @@ def check_request(original: Callable[..., str | None], scheduler: Any, req: Any)
         error = (
             request_error(req)
             or stop_error(req.sampling_params, vocab_size)
+            or number_error(req.sampling_params, req.logprob.top_logprobs_num, vocab_size)
             or token_error(req.origin_input_ids, vocab_size)
         )
     return error

@@ -24,6 +24,7 @@ def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamesp
     plain = {
         "custom_logit_processor": None,
         "origin_input_ids": [1, 2],
+        "token_indices_to_pool": None,
         "logprob": SimpleNamespace(top_logprobs_num=0),
     }
     return SimpleNamespace(
@@ -58,6 +59,12 @@ def test_hidden_states_are_refused() -> None:
     assert error is not None
     assert "return_hidden_states = True" in error
     assert "allowed is" in error and "without speculation" in error
+
+
+def test_scores_at_chosen_positions_are_refused() -> None:
+    """Upstream turns its prefill-only path off under speculation, and would score all positions."""
+    error = request_error(request(token_indices_to_pool=[3]))
+    assert error is not None and "token_indices_to_pool = [3]" in error and "Leave it out" in error
 
 
 def not_a_processor() -> str:

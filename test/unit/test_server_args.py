@@ -159,6 +159,7 @@ def test_no_seeds_on_a_cpu(resolve: Resolve) -> None:
         ("--enable-two-batch-overlap", {"enable_two_batch_overlap": True}),
         ("--rl-on-policy-target", {"rl_on_policy_target": "fsdp"}),
         ("--enable-watermark", {"enable_watermark": True}),
+        ("--enable-mis", {"enable_mis": True}),
     ],
 )
 def test_options_that_upstream_takes_on_a_gpu_only(option: str, fields: dict[str, Any]) -> None:

@@ -233,6 +233,12 @@ REFUSALS: tuple[Refusal, ...] = (
         NO_SPECULATION,
     ),
     Refusal(
+        "--enable-mis",
+        _truthy("enable_mis"),
+        "SGLang reads scores at chosen positions only without speculation",
+        NO_SPECULATION,
+    ),
+    Refusal(
         "--enable-watermark",
         _truthy("enable_watermark"),
         "the tokens that verify rows choose would carry no watermark",

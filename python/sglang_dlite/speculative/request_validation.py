@@ -20,6 +20,12 @@ def request_error(req: Any) -> str | None:
             "return_hidden_states = True is not supported with --speculative-algorithm DLITE in "
             "this version; allowed is false. Leave it out, or serve the model without speculation."
         )
+    if req.token_indices_to_pool is not None:
+        return (
+            f"token_indices_to_pool = {req.token_indices_to_pool} is not supported with "
+            "--speculative-algorithm DLITE: SGLang reads scores at chosen positions only without "
+            "speculation. Leave it out, or serve the model without speculation."
+        )
     return processor_error(req.custom_logit_processor)
 
 

@@ -285,6 +285,7 @@ def test_a_required_tool_call(client: Client) -> None:
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"top_k": 2**31}}),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"logit_bias": {"3": 1e39}}}),
         ("/generate", {**PLAIN, "return_logprob": True, "top_logprobs_num": 999}),
+        ("/generate", {**PLAIN, "return_logprob": True, "logprob_start_len": -5}),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"top_p": 2.0}}),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": -5}}),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"no_such_option": 1}}),

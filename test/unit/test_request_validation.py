@@ -9,6 +9,7 @@ import pytest
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_dlite.speculative.request_validation import (
+    check_logprob_start,
     check_request,
     number_error,
     processor_error,
@@ -149,3 +150,22 @@ def test_upstreams_answer_comes_first_and_other_algorithms_are_left_alone() -> N
         error = check_request(lambda scheduler, req: None, scheduler("DLITE"), bad)
         assert error is not None and word in error
     assert check_request(lambda scheduler, req: None, scheduler("DLITE"), request()) is None
+
+
+def test_where_log_probabilities_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_algorithm="DLITE")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+    seen: list[int] = []
+
+    def check(start: int, wanted: bool = True) -> None:
+        obj = SimpleNamespace(return_logprob=wanted, logprob_start_len=start)
+        check_logprob_start(lambda _, obj: seen.append(obj.logprob_start_len), None, obj)
+
+    for start in (-1, 0, 7):
+        check(start)
+    check(-5, wanted=False)
+    with pytest.raises(ValueError, match=r"logprob_start_len = -5; allowed.*Leave it out"):
+        check(-5)
+    spec.speculative_algorithm = None
+    check(-5)
+    assert seen == [-1, 0, 7, -5, -5, -5]

@@ -122,3 +122,22 @@ def check_request(original: Callable[..., str | None], scheduler: Any, req: Any)
             or token_error(req.origin_input_ids, vocab_size)
         )
     return error
+
+
+def check_logprob_start(original: Callable[[Any, Any], None], manager: Any, obj: Any) -> None:
+    """AROUND `TokenizerManager._validate_token_ids_logprob`: the scheduler's Req lacks this field.
+
+    Upstream counts the prompt's log-probabilities from it, and ends the scheduler over the count.
+
+    Raises:
+        ValueError: becomes a 400.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    original(manager, obj)
+    ours = (get_spec().speculative_algorithm or "").upper() == ALGORITHM
+    if ours and obj.return_logprob and obj.logprob_start_len < -1:
+        raise ValueError(
+            f"logprob_start_len = {obj.logprob_start_len}; allowed are positions in the prompt, "
+            "from 0, and -1 for output tokens only. Leave it out for those."
+        )

@@ -83,6 +83,15 @@ def play(running: Any, requests: Sequence[Request]) -> list[dict[str, Any]]:
     )
 
 
+def flush_when_idle(running: Any) -> bool:
+    """Empty the prefix cache as soon as nothing is left of any request; False if that stays.
+
+    The scheduler is not idle at once when the last reply is out.
+    """
+    flush = running.tokenizer_manager.flush_cache(timeout_s=10.0)
+    return running.loop.run_until_complete(flush).success
+
+
 def scheduler_memory_mb() -> float:
     """Resident memory of the scheduler process of this process's engine or server."""
     import psutil

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engines import flush_when_idle
 from oracle_engine import OracleEngine
 from workloads import Request
 
@@ -96,8 +97,7 @@ async def _load_weights(manager: Any, checkpoint: Path) -> None:
 
 def load_weights(running: Any, checkpoint: Path) -> None:
     """Weights of another checkpoint of the same shape, as soon as the engine is idle."""
-    flush = running.tokenizer_manager.flush_cache(timeout_s=10.0)
-    assert running.loop.run_until_complete(flush).success
+    assert flush_when_idle(running)
     running.loop.run_until_complete(_load_weights(running.tokenizer_manager, checkpoint))
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from engines import play
+from engines import flush_when_idle, play
 from oracle import LOG_VARIABLE, PATTERN_VARIABLE, TABLE_VARIABLE, predict_histogram
 from workloads import Request
 
@@ -50,12 +50,8 @@ class OracleEngine:
         (self.folder / "log").write_text("")
 
     def flush_when_idle(self) -> bool:
-        """Empty the prefix cache as soon as nothing is left of any request; False if that stays.
-
-        The overlap scheduler is not idle at once when the last reply is out.
-        """
-        flush = self.engine.tokenizer_manager.flush_cache(timeout_s=10.0)
-        return self.engine.loop.run_until_complete(flush).success
+        """Empty the prefix cache; False if something of a request stays."""
+        return flush_when_idle(self.engine)
 
     def predicted(self, requests: Sequence[Request], pattern: str) -> list[list[int]]:
         """Each request's verify passes by accepted drafts, from arithmetic alone."""

@@ -1,6 +1,6 @@
 """The served target in bf16, on compiled kernels and on torch operators, against fp32.
 
-Both must be as close to the fp32 value of the same bf16 weights as bf16 activations allow.
+Both must be as close to the fp32 value of the same bf16 weights as transformers' bf16 is.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ pytestmark = pytest.mark.server
 
 LENGTHS = [1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 75, 300]
 NEW_TOKENS = 12
-# Of log-probabilities, over six layers with activations rounded to 8 bits. Seen on qwen3: mean
-# 0.025 and worst 0.08 with the kernels, 0.026 and 0.13 without.
-ALLOWED = {"mean": 0.05, "worst": 0.3}
-# Where rounding sends a token to another expert. Seen: mean 0.054, worst 0.65; transformers' own
-# bf16, on other replies to the same prompts: 0.057 and 0.40.
-ALLOWED_OF_EXPERTS = {"mean": 0.1, "worst": 0.8}
+# Times the error of transformers' own bf16 on the same tokens. The worst of 96 is a matter of luck,
+# above all where rounding sends one to another expert.
+ALLOWED = {"mean": 1.5, "worst": 2.5}
 
 
 @pytest.mark.parametrize(
@@ -50,33 +47,39 @@ def test_log_probabilities(kind: str, switch: str, tmp_path: Path) -> None:
             sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
             return_logprob=True,
         )
-    error = log_probability_errors(target, prompts, answers)
-    print(f"{kind}, kernels {switch}: mean {error.mean():.4f}, worst {error.max():.4f}")
-    allowed = ALLOWED_OF_EXPERTS if kind == "qwen3_moe" else ALLOWED
-    assert error.mean() < allowed["mean"]
-    assert error.max() < allowed["worst"]
+    check_log_probabilities(target, prompts, answers)
 
 
-def log_probability_errors(
+def check_log_probabilities(
     target: Path, prompts: list[list[int]], answers: list[dict[str, Any]]
-) -> torch.Tensor:
-    """|served - fp32| of each output token's log-probability, NEW_TOKENS per prompt."""
-    errors = []
-    model = reference(target)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = answer["output_ids"]
-        assert len(ids) == NEW_TOKENS
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        exact = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-        served = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
-        errors.append((served - exact).abs())
-    return torch.cat(errors)
-
-
-def reference(target: Path) -> Any:
-    """The target's bf16 weights, computed with in fp32."""
+) -> None:
+    """Of the output tokens, NEW_TOKENS per prompt: as far from fp32 as transformers' bf16 is."""
     import transformers
 
+    replies = [answer["output_ids"] for answer in answers]
+    assert all(len(ids) == NEW_TOKENS for ids in replies)
+    served = torch.tensor(
+        [entry[0] for answer in answers for entry in answer["meta_info"]["output_token_logprobs"]]
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-    return model.float()
+    rounded = log_probabilities(model, prompts, replies)
+    exact = log_probabilities(model.float(), prompts, replies)
+    ours, theirs = (served - exact).abs(), (rounded - exact).abs()
+    print(
+        f"{model.config.model_type}: mean {ours.mean():.4f}, worst {ours.max():.4f}; "
+        f"transformers {theirs.mean():.4f}, {theirs.max():.4f}"
+    )
+    assert ours.mean().item() < ALLOWED["mean"] * theirs.mean().item()
+    assert ours.max().item() < ALLOWED["worst"] * theirs.max().item()
+
+
+@torch.no_grad()
+def log_probabilities(
+    model: Any, prompts: list[list[int]], replies: list[list[int]]
+) -> torch.Tensor:
+    """Of each token of each reply, one after the other."""
+    found = []
+    for prompt, ids in zip(prompts, replies, strict=True):
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0])
+    return torch.cat(found)

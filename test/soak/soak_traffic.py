@@ -16,6 +16,8 @@ from soak_report import Leg
 
 MAX_IN_FLIGHT = 48  # the server runs 16 at a time: the others wait
 TIMEOUT_S = 240.0
+# The server closes an idle connection after 5 s: one that is used at that moment fails.
+KEEP_IDLE_S = 2.0
 # Mean gap between arrivals in seconds, by weather; the weather changes every few seconds.
 GAPS = (0.002, 0.03, 0.3, 3.0)
 SAMPLED, ABORTED, URGENT, STREAMED, SHORTENED = 0.25, 0.15, 0.1, 0.4, 0.3  # shares of requests
@@ -26,7 +28,7 @@ class Traffic:
     """Plays cases at random times with random changes that leave their reply known."""
 
     def __init__(self, base_url: str, cases: Sequence[Case], seed: int, leg: Leg) -> None:
-        limits = httpx.Limits(max_connections=2 * MAX_IN_FLIGHT)
+        limits = httpx.Limits(max_connections=2 * MAX_IN_FLIGHT, keepalive_expiry=KEEP_IDLE_S)
         self.http = httpx.AsyncClient(
             base_url=base_url, timeout=TIMEOUT_S, limits=limits, trust_env=False
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -162,7 +162,7 @@ def model(target: Path) -> Any:
 @pytest.fixture(scope="module", params=["1", "0"], ids=["overlap", "no-overlap"])
 def answers(
     target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[dict[str, list[dict[str, Any]]]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Each case's samples, all of them in the same batches, and greedy requests' replies."""
     drafter = tiny_models.make_drafter(
         tmp_path_factory.mktemp("drafter"),
@@ -182,7 +182,7 @@ def answers(
         random_seed=7,
     ) as running:
         played = play(running, requests * SAMPLES)
-    yield {name: played[i :: len(names)] for i, name in enumerate(names)}
+    return {name: played[i :: len(names)] for i, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,9 @@ import pytest
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_dlite.speculative.request_validation import (
+    check_logprob_start,
     check_request,
+    number_error,
     processor_error,
     request_error,
     stop_error,
@@ -20,7 +22,12 @@ from sglang_dlite.speculative.request_validation import (
 def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
     """What `request_error` reads of upstream's Req."""
     capture = bool(fields.pop("return_hidden_states", False))
-    plain = {"custom_logit_processor": None, "origin_input_ids": [1, 2]}
+    plain = {
+        "custom_logit_processor": None,
+        "origin_input_ids": [1, 2],
+        "token_indices_to_pool": None,
+        "logprob": SimpleNamespace(top_logprobs_num=0),
+    }
     return SimpleNamespace(
         sampling_params=SamplingParams(**(params or {})),
         return_hidden_states_mode=SimpleNamespace(need_capture=lambda: capture),
@@ -55,6 +62,12 @@ def test_hidden_states_are_refused() -> None:
     assert "allowed is" in error and "without speculation" in error
 
 
+def test_scores_at_chosen_positions_are_refused() -> None:
+    """Upstream turns its prefill-only path off under speculation, and would score all positions."""
+    error = request_error(request(token_indices_to_pool=[3]))
+    assert error is not None and "token_indices_to_pool = [3]" in error and "Leave it out" in error
+
+
 def not_a_processor() -> str:
     import json
 
@@ -87,6 +100,30 @@ def test_stop_tokens_that_min_new_tokens_cannot_hold_back(bad: int) -> None:
     assert stop_error(SamplingParams(min_new_tokens=2, stop_token_ids=[3, 49]), 50) is None
 
 
+@pytest.mark.parametrize(
+    "params,top_logprobs_num,words",
+    [
+        ({"top_k": 2**31}, 0, "top_k = 2147483648"),
+        ({"min_new_tokens": 2**31, "max_new_tokens": None}, 0, "min_new_tokens = 2147483648"),
+        ({}, 51, "top_logprobs_num = 51; allowed are numbers up to 50"),
+        ({"logit_bias": {"3": 1.0, "7": 1e39}}, 0, "logit_bias of token 7 is 1e+39"),
+        ({"logit_bias": {"3": float("nan")}}, 0, "logit_bias of token 3 is nan"),
+    ],
+)
+def test_numbers_that_would_end_the_scheduler(
+    params: dict[str, Any], top_logprobs_num: int, words: str
+) -> None:
+    error = number_error(SamplingParams(**params), top_logprobs_num, 50)
+    assert error is not None and words in error and "allowed" in error
+
+
+def test_numbers_at_their_limits() -> None:
+    params = {"top_k": 2**31 - 1, "min_new_tokens": 2**31 - 1, "max_new_tokens": None}
+    bias = {"1": 1e30, "2": float("-inf"), "3": -1e39}
+    assert number_error(SamplingParams(**params, logit_bias=bias), 50, 50) is None
+    assert number_error(SamplingParams(top_k=-1), -1, 50) is None
+
+
 @pytest.mark.parametrize("ids,bad", [([0, 50], 50), ([-1, 3], -1), ([10**6], 10**6)])
 def test_token_ids_outside_the_vocabulary(ids: list[int], bad: int) -> None:
     """Such an id would end the scheduler, and every other request with it."""
@@ -113,3 +150,22 @@ def test_upstreams_answer_comes_first_and_other_algorithms_are_left_alone() -> N
         error = check_request(lambda scheduler, req: None, scheduler("DLITE"), bad)
         assert error is not None and word in error
     assert check_request(lambda scheduler, req: None, scheduler("DLITE"), request()) is None
+
+
+def test_where_log_probabilities_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_algorithm="DLITE")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+    seen: list[int] = []
+
+    def check(start: int, wanted: bool = True) -> None:
+        obj = SimpleNamespace(return_logprob=wanted, logprob_start_len=start)
+        check_logprob_start(lambda _, obj: seen.append(obj.logprob_start_len), None, obj)
+
+    for start in (-1, 0, 7):
+        check(start)
+    check(-5, wanted=False)
+    with pytest.raises(ValueError, match=r"logprob_start_len = -5; allowed.*Leave it out"):
+        check(-5)
+    spec.speculative_algorithm = None
+    check(-5)
+    assert seen == [-1, 0, 7, -5, -5, -5]

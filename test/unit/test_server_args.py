@@ -99,6 +99,9 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--speculative-adaptive", "--speculative-use-rejection-sampling"), "True"),
         (("--speculative-adaptive-config", "config.json"), "'config.json'"),
         (("--speculative-token-map", "map.pt"), "'map.pt'"),
+        (("--tokenizer-worker-num", "2"), "2"),
+        (("--speculative-ngram-capacity", "99"), "99"),
+        (("--speculative-dflash-block-size", "4"), "4"),
         (("--enable-torch-compile",), "True"),
         (("--enable-strict-thinking", "--reasoning-parser", "qwen3"), "True"),
         (("--grammar-backend", "outlines"), "'outlines'"),
@@ -120,6 +123,25 @@ def test_refused_options(resolve: Resolve, options: tuple[str, ...], value: str)
     assert "DLITE" in message and "What to do: " in message
 
 
+def test_every_speculative_option_is_served_or_refused() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    served = {
+        "speculative_algorithm",
+        "speculative_draft_model_path",
+        "speculative_draft_model_revision",
+        "speculative_num_draft_tokens",
+        "speculative_use_rejection_sampling",
+        "speculative_attention_mode",  # which of two attention backends verifies
+        "speculative_boundary_reduction",  # no option of the command line
+    }
+    refused = {refusal.option.lstrip("-").replace("-", "_") for refusal in REFUSALS}
+    # Refused by upstream: the first for all but its own algorithms, the other by itself.
+    upstreams = {"speculative_use_block_verification", "speculative_draft_sink_size"}
+    options = {name for name in vars(ServerArgs) if name.startswith("speculative_")}
+    assert options - served - refused - upstreams == set()
+
+
 def test_rejection_sampling_is_served(resolve: Resolve) -> None:
     assert resolve("--speculative-use-rejection-sampling").speculative_use_rejection_sampling
 
@@ -136,6 +158,8 @@ def test_no_seeds_on_a_cpu(resolve: Resolve) -> None:
         ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
         ("--enable-two-batch-overlap", {"enable_two_batch_overlap": True}),
         ("--rl-on-policy-target", {"rl_on_policy_target": "fsdp"}),
+        ("--enable-watermark", {"enable_watermark": True}),
+        ("--enable-mis", {"enable_mis": True}),
     ],
 )
 def test_options_that_upstream_takes_on_a_gpu_only(option: str, fields: dict[str, Any]) -> None:

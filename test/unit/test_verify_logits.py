@@ -254,6 +254,19 @@ def with_processor(info: Any, reqs: list[Any], rows: list[int]) -> None:
     ]
 
 
+def test_drafts_beyond_the_vocabulary() -> None:
+    """A padded head may draft them: no penalty, and no processor of a user's, meets such an id."""
+    outputs, candidates, logits = random_case(2)
+    candidates[:, 2] = VOCAB + 5
+    batch = verify_batch(outputs, [0] * len(PARAMS))
+    with_processor(batch.sampling_info, batch.reqs, [4])
+    got = apply(make_options(), batch, candidates, logits)
+    expected = expected_rows(outputs, candidates[:, :2], logits[:, :2])
+    torch.testing.assert_close(got[:4, :2], expected[:4])  # rows behind it are thrown away
+    assert got[4].max(dim=-1).values.tolist() == [104.0] * WIDTH
+    assert (got[4, :, :-1] < VOCAB).all()
+
+
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_a_processor_sees_each_rows_own_request(lacking: int) -> None:
     outputs, candidates, logits = random_case(5)

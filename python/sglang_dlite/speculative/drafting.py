@@ -80,7 +80,6 @@ def build_drafter(
 
     With sampled_drafts a `SampledDrafter` where the checkpoint is loaded.
 
-
     The variable names `module:function`; the function is called with (path, device, dtype) in
     the scheduler process and returns a Drafter. It is the seam for a drafter of one's own, and
     for the oracle of the tests. The config.json at `path` is read either way.

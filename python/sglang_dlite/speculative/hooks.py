@@ -102,6 +102,14 @@ HOOKS: tuple[Hook, ...] = (
         "request options that DLITE does not serve are refused with a 400",
     ),
     Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_token_ids_logprob",
+        "AROUND",
+        request_validation.check_logprob_start,
+        ("self", "obj"),
+        False,
+        "a negative logprob_start_len ends the scheduler",
+    ),
+    Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",
         "AROUND",
         stop_strings.check_token_by_token,

@@ -60,12 +60,10 @@ def penalize_rows(
 ) -> None:
     """Penalise the verify rows logits [n, D, V] in place.
 
-    Row j has read drafts[:, :j] of the n requests' drafts [n, D-1]: it is penalised for these and
-    for the output before the block, whose counts [n, V] and number [n, 1] include the anchor.
+    Row j has read drafts[:, :j] of the n requests' drafts [n, D-1] < V: it is penalised for these
+    and for the output before the block, whose counts [n, V] and number [n, 1] include the anchor.
     """
     counts = counts.clone()
-    # A drafter's head may be padded past the vocabulary; such a draft is never accepted.
-    drafts = drafts.clamp(max=counts.shape[1] - 1)
     one = torch.ones_like(counts[:, :1])
     for row in range(logits.shape[1]):
         if row:

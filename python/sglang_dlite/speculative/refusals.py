@@ -34,6 +34,19 @@ def _given(field: str, *harmless: Any) -> Callable[[Any], Any]:
     return value
 
 
+def _changed(field: str) -> Callable[[Any], Any]:
+    """What the user typed in place of upstream's default."""
+
+    def value(args: Any) -> Any:
+        from sglang.srt.arg_groups.arg_utils import record_fields
+        from sglang.srt.server_args import ServerArgs
+
+        (default,) = (f.default for f in record_fields(ServerArgs) if f.name == field)
+        return _given(field, default)(args)
+
+    return value
+
+
 def _on_a_cpu(field: str) -> Callable[[Any], Any]:
     return lambda args: (getattr(args, field, None) or None) if args.device == "cpu" else None
 
@@ -104,6 +117,29 @@ def _simulated_acceptance(args: Any) -> Any:
 NO_SPECULATION = "drop the option, or serve without speculation"
 DROP = "drop the option"
 
+# Upstream ignores these silently where the algorithm is not theirs.
+OTHER_ALGORITHMS = (
+    "enable_multi_layer_eagle",
+    "speculative_dflash_block_size",
+    "speculative_domino_candidate_pool_size",
+    "speculative_dsa_topk_backend",
+    "speculative_dspark_align_verify_tokens_to_graph_tier",
+    "speculative_dspark_block_size",
+    "speculative_dspark_confidence_sts_path",
+    "speculative_dspark_sps_table_path",
+    "speculative_enable_w4a4_mxfp4_megamoe",
+    "speculative_moe_a2a_backend",
+    "speculative_moe_runner_backend",
+    "speculative_ngram_capacity",
+    "speculative_ngram_external_corpus_max_tokens",
+    "speculative_ngram_external_corpus_path",
+    "speculative_ngram_external_sam_budget",
+    "speculative_ngram_match_type",
+    "speculative_ngram_max_bfs_breadth",
+    "speculative_ngram_max_trie_depth",
+    "speculative_ngram_min_bfs_breadth",
+)
+
 REFUSALS: tuple[Refusal, ...] = (
     # -- deployment -----------------------------------------------------------------------------
     Refusal(
@@ -134,6 +170,12 @@ REFUSALS: tuple[Refusal, ...] = (
         _truthy("enable_prefill_cp"),
         "a rank does not hold every request's last row",
         DROP,
+    ),
+    Refusal(
+        "--tokenizer-worker-num",
+        _above_one("tokenizer_worker_num"),
+        "its processes load no plugins: streamed tool calls and reasoning would lose text",
+        "use --tokenizer-worker-num 1",
     ),
     Refusal("--enable-pdmux", _truthy("enable_pdmux"), "a split prefill has no pivot states", DROP),
     Refusal(
@@ -188,6 +230,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "--return-hidden-states-mode",
         _given("return_hidden_states_mode"),
         "the hidden-state slot carries the pivot states",
+        NO_SPECULATION,
+    ),
+    Refusal(
+        "--enable-mis",
+        _truthy("enable_mis"),
+        "SGLang reads scores at chosen positions only without speculation",
+        NO_SPECULATION,
+    ),
+    Refusal(
+        "--enable-watermark",
+        _truthy("enable_watermark"),
+        "the tokens that verify rows choose would carry no watermark",
         NO_SPECULATION,
     ),
     Refusal(
@@ -283,6 +337,15 @@ REFUSALS: tuple[Refusal, ...] = (
             ("speculative_draft_load_format", "the drafter is read from safetensors"),
             ("speculative_draft_model_quantization", "the drafter is not quantized"),
         )
+    ),
+    *(
+        Refusal(
+            f"--{field.replace('_', '-')}",
+            _changed(field),
+            "it is another algorithm's option",
+            DROP,
+        )
+        for field in OTHER_ALGORITHMS
     ),
     Refusal(
         "SGLANG_SIMULATE_ACC_LEN",

@@ -128,8 +128,7 @@ class RejectionSampling:
         """What a verify pass keeps; head_vectors [n, D - 1, R] are those of the drafts.
 
         logits_output.next_token_logits is [n * D, V], with the request options applied; positions
-        [n * D]. Log-probabilities, where
-        asked for, are written to logits_output.
+        [n * D]. Log-probabilities, where asked for, are written to logits_output.
         """
         info, n = batch.sampling_info, len(candidates)
         logits = logits_output.next_token_logits

@@ -20,6 +20,12 @@ def request_error(req: Any) -> str | None:
             "return_hidden_states = True is not supported with --speculative-algorithm DLITE in "
             "this version; allowed is false. Leave it out, or serve the model without speculation."
         )
+    if req.token_indices_to_pool is not None:
+        return (
+            f"token_indices_to_pool = {req.token_indices_to_pool} is not supported with "
+            "--speculative-algorithm DLITE: SGLang reads scores at chosen positions only without "
+            "speculation. Leave it out, or serve the model without speculation."
+        )
     return processor_error(req.custom_logit_processor)
 
 
@@ -62,6 +68,33 @@ def stop_error(params: Any, vocab_size: int) -> str | None:
     return None
 
 
+LARGEST_INT32 = 2**31 - 1
+LARGEST_BIAS = 1e30  # finite in fp32 beside a logit, and after division by the least temperature
+
+
+def number_error(params: Any, top_logprobs_num: int, vocab_size: int) -> str | None:
+    """Why a number that upstream does not check is refused, or None.
+
+    Upstream makes int32 tensors of some when it forms the batch, and ends the scheduler over one
+    that does not fit; or over probabilities that are not numbers.
+    """
+    limits = (
+        ("top_k", params.top_k, LARGEST_INT32, "Leave it out for no limit"),
+        ("min_new_tokens", params.min_new_tokens, LARGEST_INT32, "Use a smaller one"),
+        ("top_logprobs_num", top_logprobs_num, vocab_size, "The vocabulary has no more tokens"),
+    )
+    for name, value, largest, remedy in limits:
+        if value > largest:
+            return f"{name} = {value}; allowed are numbers up to {largest}. {remedy}."
+    for token, bias in (params.logit_bias or {}).items():
+        if not bias <= LARGEST_BIAS:  # NaN is not
+            return (
+                f"logit_bias of token {token} is {bias}; allowed are numbers up to {LARGEST_BIAS}. "
+                "100 forces a token already."
+            )
+    return None
+
+
 def token_error(token_ids: Sequence[int], vocab_size: int) -> str | None:
     """Why a prompt given as token ids is refused, or None.
 
@@ -85,6 +118,26 @@ def check_request(original: Callable[..., str | None], scheduler: Any, req: Any)
         error = (
             request_error(req)
             or stop_error(req.sampling_params, vocab_size)
+            or number_error(req.sampling_params, req.logprob.top_logprobs_num, vocab_size)
             or token_error(req.origin_input_ids, vocab_size)
         )
     return error
+
+
+def check_logprob_start(original: Callable[[Any, Any], None], manager: Any, obj: Any) -> None:
+    """AROUND `TokenizerManager._validate_token_ids_logprob`: the scheduler's Req lacks this field.
+
+    Upstream counts the prompt's log-probabilities from it, and ends the scheduler over the count.
+
+    Raises:
+        ValueError: becomes a 400.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    original(manager, obj)
+    ours = (get_spec().speculative_algorithm or "").upper() == ALGORITHM
+    if ours and obj.return_logprob and obj.logprob_start_len < -1:
+        raise ValueError(
+            f"logprob_start_len = {obj.logprob_start_len}; allowed are positions in the prompt, "
+            "from 0, and -1 for output tokens only. Leave it out for those."
+        )

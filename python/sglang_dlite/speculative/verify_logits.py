@@ -122,8 +122,10 @@ class VerifyLogits:
         barrier: Barrier | None,
     ) -> None:
         """Change the target's logits [n * D, V] of candidates [n, D] in place."""
-        info, drafts = batch.sampling_info, candidates[:, 1:]
+        info = batch.sampling_info
         rows = logits.view(*candidates.shape, -1)  # [n, D, V]
+        # A drafter's head may be padded past the vocabulary; such a draft is never accepted.
+        drafts = candidates[:, 1:].clamp(max=rows.shape[-1] - 1)
         pending: PendingOutput | None = None
         if needs_history(info):
             pending = self._history.pending(batch, batch.seq_lens + 1)

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_dlite import ALGORITHM
+from sglang_dlite.speculative import is_dlite
 from sglang_dlite.speculative.drafter_files import read_drafter_config
 from sglang_dlite.speculative.server_args import apply_defaults, check_server_args, drafter_path
 
@@ -79,7 +80,7 @@ def resolve_early(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
-    if (view.speculative_algorithm or "").upper() == ALGORITHM:
+    if is_dlite(view):
         config = read_drafter_config(drafter_path(view), view.speculative_draft_model_revision)
         if view.speculative_num_draft_tokens is None:
             declare_resolution(server_args, "dlite", speculative_num_draft_tokens=config.block_size)

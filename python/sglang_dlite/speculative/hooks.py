@@ -13,12 +13,14 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from sglang_dlite import ALGORITHM, SGLANG_VERSION
+from sglang_dlite import SGLANG_VERSION
 from sglang_dlite.platforms import has_accelerator, sampling
 from sglang_dlite.platforms import hooks as cpu
 from sglang_dlite.speculative import (
     cuda_graph,
+    is_dlite,
     request_validation,
+    serves_dlite,
     stop_strings,
     stream_parsers,
 )
@@ -47,10 +49,9 @@ def wider_rows(original: Callable[[], int]) -> int:
         get_alloc_page_size,
         get_alloc_reserve_per_decode,
     )
-    from sglang.srt.runtime_context import get_spec
 
     extra = original()
-    if (get_spec().speculative_algorithm or "").upper() != ALGORITHM:
+    if not serves_dlite():
         return extra
     return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
@@ -64,7 +65,7 @@ def check_lora(original: Callable[[Any], None], server_args: Any) -> None:
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    if (resolving_view(server_args).speculative_algorithm or "").upper() != ALGORITHM:
+    if not is_dlite(resolving_view(server_args)):
         original(server_args)
 
 

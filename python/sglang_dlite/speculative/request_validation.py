@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sglang_dlite import ALGORITHM
+from sglang_dlite.speculative import serves_dlite
 
 
 def request_error(req: Any) -> str | None:
@@ -132,11 +133,8 @@ def check_logprob_start(original: Callable[[Any, Any], None], manager: Any, obj:
     Raises:
         ValueError: becomes a 400.
     """
-    from sglang.srt.runtime_context import get_spec
-
     original(manager, obj)
-    ours = (get_spec().speculative_algorithm or "").upper() == ALGORITHM
-    if ours and obj.return_logprob and obj.logprob_start_len < -1:
+    if serves_dlite() and obj.return_logprob and obj.logprob_start_len < -1:
         raise ValueError(
             f"logprob_start_len = {obj.logprob_start_len}; allowed are positions in the prompt, "
             "from 0, and -1 for output tokens only. Leave it out for those."

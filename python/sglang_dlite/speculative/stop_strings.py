@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dlite import ALGORITHM
+from sglang_dlite.speculative import serves_dlite
 
 
 def check_token_by_token(
@@ -17,15 +17,13 @@ def check_token_by_token(
     for stop tokens only if there is no string: of two strings in a block the later one may win, and
     so may a string behind the end-of-text token. Tokens behind the end are no reasoning tokens.
     """
-    from sglang.srt.runtime_context import get_spec
-
     params = req.sampling_params
     if (
         new_accepted_len <= 1
         or not (params.stop_strs or params.stop_regex_strs)
         or req.finished()
         or req.to_finish
-        or (get_spec().speculative_algorithm or "").upper() != ALGORITHM
+        or not serves_dlite()
     ):
         original(req, new_accepted_len)
     else:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dlite import ALGORITHM
+from sglang_dlite.speculative import serves_dlite
 
 # Like tokens: tags in one piece, which some parsers need, words, and single characters. Digits are
 # single: upstream sends the common beginning of a number and a longer one.
@@ -23,9 +23,7 @@ def pieces(text: str) -> list[str]:
 
     Also without DLITE a slow reader gets chunks of several tokens: nothing is changed there.
     """
-    from sglang.srt.runtime_context import get_spec
-
-    if (get_spec().speculative_algorithm or "").upper() != ALGORITHM:
+    if not serves_dlite():
         return [text]
     return PIECE.findall(text) or [text]
 

@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, overrides in levers.items():
             if args.only and name not in args.only:
                 continue
-            if name in finished(args.out, levers):
+            if finished(args.out, [name]):
                 continue
             print(f"levers: {name}", file=sys.stderr)
             run_lever(base, [*common, *overrides], args.minutes, args.out / name)

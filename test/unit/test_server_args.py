@@ -240,9 +240,10 @@ def test_a_drafter_of_another_depth_is_refused_before_the_target_is_read(
         resolve(path=deeper)
 
 
-def test_a_refused_variable(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
-    with pytest.raises(ValueError, match=r"SGLANG_ENABLE_METADATA_GLUE_GRAPH.*unset"):
+@pytest.mark.parametrize("name", ["SGLANG_ENABLE_METADATA_GLUE_GRAPH", "SGLANG_RUST_SERVER"])
+def test_a_refused_variable(resolve: Resolve, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=rf"{name}.*unset"):
         resolve()
 
 

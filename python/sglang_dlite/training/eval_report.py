@@ -77,14 +77,14 @@ def _table(title: str, groups: dict[str, dict[str, Any]]) -> list[str]:
 
 def write_plots(folder: Path, report: dict[str, Any]) -> None:
     """`tau-by-<grouping>.png` and `acceptance-by-position.png`."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from sglang_dlite.plot_style import png
 
     found = report["temperatures"]
     for name, title in _TITLES.items():
-        figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+        figure = Figure(figsize=(7, 3.5))
+        axes = figure.subplots()
         for temperature, tables in found.items():
             groups = tables["by"][name]
             axes.plot(
@@ -97,8 +97,9 @@ def write_plots(folder: Path, report: dict[str, Any]) -> None:
         axes.set(xlabel=title, ylabel="acceptance length", ylim=(1, None))
         axes.tick_params(axis="x", labelrotation=30)
         axes.legend()
-        _save(figure, folder / f"tau-by-{name}.png")
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+        _save(folder / f"tau-by-{name}.png", png(figure))
+    figure = Figure(figsize=(7, 3.5))
+    axes = figure.subplots()
     for temperature, tables in found.items():
         rows = tables["by_position"]
         axes.plot(
@@ -109,11 +110,8 @@ def write_plots(folder: Path, report: dict[str, Any]) -> None:
         )
     axes.set(xlabel="draft", ylabel="share of passes that accept it", ylim=(0, 1))
     axes.legend()
-    _save(figure, folder / "acceptance-by-position.png")
+    _save(folder / "acceptance-by-position.png", png(figure))
 
 
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
-    pyplot.close(figure)
+def _save(path: Path, content: bytes) -> None:
+    write_atomically(path, lambda file: file.write(content))

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
-# Text stays text in SVG (searchable, small); ids are the same in every build.
-matplotlib.rcParams.update(
-    {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "sglang-dlite",
-        "font.family": "sans-serif",
-        "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e4e7ec",
-        "axes.edgecolor": "#98a2b3",
-        "axes.axisbelow": True,
-        "legend.frameon": False,
-        "figure.constrained_layout.use": True,
-    }
-)
+from sglang_dlite.plot_style import BASELINE, COLOURS, MARKERS
 
 MIN_STEPS = 5  # of a batch size, to be shown
-
-_BASELINE = "#98a2b3"
-_PALETTE = ("#1f6feb", "#d9480f", "#2b8a3e", "#7048e8", "#c2255c", "#0b7285", "#e67700")
-_MARKERS = "osD^vP*"
 
 
 class Palette:
@@ -42,30 +19,16 @@ class Palette:
     def __init__(self, arms: Sequence[str], baseline: str) -> None:
         others = [arm for arm in arms if arm != baseline]
         self._style = {
-            arm: (_PALETTE[i % len(_PALETTE)], _MARKERS[i % len(_MARKERS)])
+            arm: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
             for i, arm in enumerate(others)
         }
-        self._style[baseline] = (_BASELINE, "o")
+        self._style[baseline] = (BASELINE, "o")
 
     def colour(self, arm: str) -> str:
         return self._style[arm][0]
 
     def marker(self, arm: str) -> str:
         return self._style[arm][1]
-
-
-def svg(drawing: Drawing) -> str:
-    """The drawing as an `<svg>` element, without XML prologue."""
-    buffer = io.StringIO()
-    drawing.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
-
-
-def png(drawing: Drawing) -> bytes:
-    buffer = io.BytesIO()
-    drawing.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
 
 
 def _panels(count: int, height: float = 3.4) -> tuple[Drawing, list[Axes]]:
@@ -129,7 +92,7 @@ def speedup(summary: dict[str, Any], palette: Palette) -> Drawing | None:
                     arm,
                     palette,
                 )
-        axes.axhline(1.0, color=_BASELINE, linestyle="--", linewidth=1.4)
+        axes.axhline(1.0, color=BASELINE, linestyle="--", linewidth=1.4)
         axes.annotate(
             baseline, (1, 1), xycoords=("axes fraction", "data"), ha="right", va="bottom",
             color="#667085", fontsize=8,

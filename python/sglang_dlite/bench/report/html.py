@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from html import escape
 
-from sglang_dlite.bench.report import figures
 from sglang_dlite.bench.report.content import (
     Block,
     Code,
@@ -17,6 +16,7 @@ from sglang_dlite.bench.report.content import (
     Text,
     TokenRun,
 )
+from sglang_dlite.plot_style import svg
 
 _STYLE = """
 :root { color-scheme: light; --ink: #1d2939; --soft: #667085; --line: #e4e7ec; --blue: #1f6feb; }
@@ -118,9 +118,7 @@ def _block(block: Block) -> str:
         case Table():
             return _table(block)
         case Figure(_, caption, drawing):
-            return (
-                f"<figure>{figures.svg(drawing)}<figcaption>{escape(caption)}</figcaption></figure>"
-            )
+            return f"<figure>{svg(drawing)}<figcaption>{escape(caption)}</figcaption></figure>"
         case TokenRun():
             return _token_run(block)
 

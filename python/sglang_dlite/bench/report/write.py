@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dlite.bench.records import RunDirectory
-from sglang_dlite.bench.report import figures, html, markdown
+from sglang_dlite.bench.report import html, markdown
 from sglang_dlite.bench.report.build import build
 from sglang_dlite.bench.report.content import Figure
 from sglang_dlite.files import write_atomic
+from sglang_dlite.plot_style import png
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -24,7 +25,7 @@ def write_report(run: RunDirectory) -> Path:
     for section in document.sections:
         for block in section.blocks:
             if isinstance(block, Figure):
-                write_atomic(run.path / f"{block.name}.png", figures.png(block.drawing))
+                write_atomic(run.path / f"{block.name}.png", png(block.drawing))
     write_atomic(run.path / "report.md", markdown.text(document))
     write_atomic(run.path / "summary.json", json.dumps(_without_nan(summary), indent=1) + "\n")
     page = run.path / "report.html"

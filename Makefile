@@ -96,4 +96,4 @@ format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and what the demo left
-	rm -rf $(VENV) sgl-kernel/build work .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) sgl-kernel/build work/demo .mypy_cache .pytest_cache .ruff_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -194,6 +195,29 @@ def test_evaluation_prompts_are_left_out(target: Path, tmp_path: Path, serve) ->
     more = ("--prompts", prompts, "--exclude", str(tmp_path / "eval.jsonl"))
     assert command.run(_args(target, tmp_path / "out", *more)) == 0
     assert not any(name.startswith("prompts/0#") for name in _by_id(tmp_path / "out"))
+
+
+def test_the_chat_template_gets_its_arguments(target: Path, tmp_path: Path, serve) -> None:
+    thinking = shutil.copytree(target, tmp_path / "thinking")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = "{% if not think %}quietly {% endif %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(thinking)
+    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    said = {}
+    for name in ("true", "false"):
+        serve(FakeEngine())
+        args = ("--prompts", prompts, "--chat-template-kwargs", f'{{"think": {name}}}')
+        assert command.run(_args(thinking, tmp_path / name, *args)) == 0
+        said[name] = tokenizer.decode(_by_id(tmp_path / name)["prompts/0#0"][0])
+    assert said["false"] == "quietly " + said["true"]
+    args = _args(thinking, tmp_path / "true", "--prompts", prompts)
+    assert command.run(args) == 1  # a data set holds one kind
+
+
+@pytest.mark.parametrize("text", ["think", "[1]"])
+def test_template_arguments_are_a_json_object(target: Path, tmp_path: Path, text: str) -> None:
+    with pytest.raises(SystemExit):
+        _args(target, tmp_path, "--chat-template-kwargs", text)
 
 
 def test_bad_arguments_are_reported(target: Path, tmp_path: Path, capsys) -> None:

@@ -115,7 +115,7 @@ def test_evaluation_prompts_are_recognised(tmp_path: Path) -> None:
     path = tmp_path / "eval.jsonl"
     question = "What is the total price of three apples and four pears?"
     path.write_text(json.dumps({"turns": [question, "Explain."]}) + "\n")
-    excluded = excluded_texts([path])
+    excluded = excluded_texts([str(path)])
     for text in (
         question,
         question.upper().replace(" ", "  "),
@@ -126,6 +126,14 @@ def test_evaluation_prompts_are_recognised(tmp_path: Path) -> None:
         assert overlaps(single_turn("x", "s", text), excluded), text
     for text in ("Explain gravity.", "What is the total price of two apples?"):
         assert not overlaps(single_turn("x", "s", text), excluded), text
+
+
+def test_an_exclusion_that_would_keep_nothing_out_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    path.write_text('{"question": "What is a monad?"}\n{"question": ["And why?"]}\n')
+    assert excluded_texts([f"{path}:question"]) == {"what is a monad", "and why"}
+    with pytest.raises(PromptError, match=r"2 of 2 rows.*no user text in turns or messages.*FIELD"):
+        excluded_texts([str(path)])
 
 
 def test_every_prefix_is_balanced() -> None:

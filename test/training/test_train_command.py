@@ -245,6 +245,10 @@ def test_bad_input_is_reported(target: Path, data_folder: Path, tmp_path: Path, 
         (f"data.replies=[{tmp_path / 'none'}]", "is no data set"),
         ("run.device=meta", "use it with --dry-run"),
         (f"run.init_from={tmp_path / 'none'}", "is not a folder"),
+        (
+            f"eval.folders=[{tmp_path / 'none'}]",
+            f"eval.folders: {tmp_path / 'none'} is no data set",
+        ),
         ("data.states=cache", "is no state cache: run `sglang-dlite cache-states"),
     ):
         assert main(["train", path, override]) == 1, override

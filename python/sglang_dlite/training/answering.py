@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from sglang_dlite.training.dataset import ReplyRecord
@@ -72,6 +72,7 @@ class Answering:
     max_prompt_tokens: int
     on_reply: Callable[[ReplyRecord, Answer], object]
     on_skip: Callable[[int], object]  # so many replies will not be made
+    template: dict[str, Any] = field(default_factory=dict)  # further arguments of the chat template
 
     def __post_init__(self) -> None:
         self._questions = {record["question"] for record in self.writer.done.values()}
@@ -131,7 +132,7 @@ class Answering:
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the target's reply begins."""
         chat = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
+            list(messages), tokenize=False, add_generation_prompt=True, **self.template
         )
         return list(self.tokenizer.encode(chat, add_special_tokens=False))
 
@@ -139,7 +140,7 @@ class Answering:
         """A question that the target writes itself: the template's user header is the prompt."""
         mark = "\u241f"
         chat = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], tokenize=False
+            [{"role": "user", "content": mark}], tokenize=False, **self.template
         )
         header = list(self.tokenizer.encode(chat.split(mark)[0], add_special_tokens=False))
         params = {"temperature": 1.0, "max_new_tokens": _QUESTION_TOKENS}

@@ -57,6 +57,7 @@ class Description:
     top_p: float
     top_k: int
     max_new_tokens: int
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     provenance: list[dict[str, Any]] = field(default_factory=list)  # one entry per run
 
     def bind(self, folder: Path) -> None:

@@ -141,6 +141,7 @@ def play(
         answering = Answering(
             engine_ask(running), tokenizer, collected, _params(args, temperature),
             args.max_prompt_tokens, on_reply, on_skip=bar.update,
+            template=args.chat_template_kwargs,
         )  # fmt: skip
         running.loop.run_until_complete(answering.run(prompts, args.concurrency))
     return collected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang_dlite.training.prompts import BadRows, Prompt, content_text, read_jsonl
 
@@ -14,19 +15,32 @@ def normalised(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
 
 
-def excluded_texts(paths: Iterable[Path]) -> set[str]:
-    """The normalised user texts of evaluation files (`turns`, or `messages`)."""
+def excluded_texts(specs: Iterable[str]) -> set[str]:
+    """The normalised user texts of evaluation files: `FILE` (`turns`, or `messages`), or
+    `FILE:FIELD`. Raises `PromptError` for a row without any: it would keep nothing out."""
     texts: set[str] = set()
-    for path in paths:
-        bad = BadRows()
-        rows = read_jsonl(path, bad)
-        bad.settle(str(path), len(rows) + len(bad.found))
-        for _, row in rows:
-            turns = row.get("turns") or [
-                content_text(m) for m in row.get("messages", []) if m.get("role") == "user"
-            ]
-            texts.update(normalised(turn) for turn in turns)
-    return {text for text in texts if text}
+    for spec in specs:
+        path, _, column = spec.partition(":")
+        bad = BadRows(remedy="Mend them, or name their FIELD.")
+        rows = read_jsonl(Path(path), bad)
+        total = len(rows) + len(bad.found)
+        for number, row in rows:
+            found = {normalised(text) for text in _user_texts(row, column)} - {""}
+            if not found:
+                bad.add(
+                    f"row {number}",
+                    f"no user text in {column or 'turns or messages'}; has {sorted(row)}",
+                )
+            texts |= found
+        bad.settle(f"--exclude {spec}", total)
+    return texts
+
+
+def _user_texts(row: dict[str, Any], column: str) -> list[str]:
+    value = row.get(column or "turns")
+    if value is None and not column:
+        value = [content_text(m) for m in row.get("messages", []) if m.get("role") == "user"]
+    return [str(text) for text in value] if isinstance(value, list) else [str(value or "")]
 
 
 # A shorter text (a phrase such as "explain this") may occur in other prompts by chance.

@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exclude",
         action="append",
         default=[],
-        type=Path,
-        metavar="FILE",
-        help="evaluation prompts that must not be used; repeatable",
+        metavar="FILE[:FIELD]",
+        help="JSONL of evaluation prompts that must not be used (default FIELD: turns, or "
+        "messages); repeatable",
     )
     add("--max-new-tokens", type=int, default=256)
     add("--max-prompt-tokens", type=int, default=6144, help="longer prompts are left out")
@@ -84,9 +84,26 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSONL of agent sessions: every assistant turn is answered anew; repeatable",
     )
+    add(
+        "--chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="""of the target's chat template, e.g. '{"enable_thinking": false}'""",
+    )
     add("--rows", metavar="[!]I/N", help="of --sessions: rows I modulo N, or (!) the others")
     add("--limit", type=int, help="use at most this many prompts of each file")
     add("--skip-bad-rows", action="store_true", help="leave out rows that cannot be used")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
+    return value
 
 
 def load_prompt_groups(args: argparse.Namespace) -> list[list[Prompt]]:
@@ -166,6 +183,7 @@ def describe(args: argparse.Namespace) -> Description:
         top_p=args.top_p,
         top_k=args.top_k,
         max_new_tokens=args.max_new_tokens,
+        chat_template_kwargs=args.chat_template_kwargs,
         provenance=[without_folders(run)],
     )
 
@@ -209,7 +227,7 @@ def generate(args: argparse.Namespace) -> None:
     with engine(args, args.drafter) as running:
         answering = Answering(
             engine_ask(running), tokenizer, writer, params, args.max_prompt_tokens, on_reply,
-            on_skip=lambda count: bar.update(count),
+            on_skip=lambda count: bar.update(count), template=args.chat_template_kwargs,
         )  # fmt: skip
         running.loop.run_until_complete(answering.run(prompts, args.concurrency))
     writer.close()

@@ -63,6 +63,7 @@ class BadRows:
     """Counts what cannot be used; refused or, only if asked for, skipped."""
 
     skip: bool = False
+    remedy: str = "Mend them, or pass --skip-bad-rows."
     found: list[str] = field(default_factory=list)
 
     def add(self, where: str, problem: str) -> None:
@@ -76,7 +77,7 @@ class BadRows:
         message = f"{name}: {len(self.found)} of {total} rows cannot be used: {shown}"
         self.found = []
         if not self.skip:
-            raise PromptError(f"{message}. Mend them, or pass --skip-bad-rows.")
+            raise PromptError(f"{message}. {self.remedy}")
         print(f"{message}. Skipped.", file=sys.stderr)
 
 

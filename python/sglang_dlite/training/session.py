@@ -15,7 +15,7 @@ from torch import nn
 from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter, load_drafter, save_drafter
 from sglang_dlite.training.anchors import AnchorSpec, Pick, Reply, is_held_out
 from sglang_dlite.training.config import DataSection, TrainConfig, TrainConfigError
-from sglang_dlite.training.dataset import fingerprint, load_replies
+from sglang_dlite.training.dataset import DatasetError, fingerprint, load_replies
 from sglang_dlite.training.distributed import World
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.provenance import read_metrics, write_provenance
@@ -75,6 +75,11 @@ class Session:
         hashes = json.dumps(sorted(fingerprint(folders).values()))
         self.data_hash = hashlib.sha256(hashes.encode()).hexdigest()
         self.folder = Path(run.folder)
+        if config.eval.folders:  # read at the end of the run: be sure of them now
+            try:
+                load_replies([Path(f) for f in config.eval.folders], self.target.shape.vocab_size)
+            except DatasetError as error:
+                raise TrainConfigError(f"eval.folders: {error}") from error
 
     # ---- models ---------------------------------------------------------------------------
 

@@ -147,7 +147,8 @@ def test_stops_at_every_place_of_a_block(
 ) -> None:
     requests, expected = references.requests["stops"], references.answers["stops"]
     reasons = [answer["meta_info"]["finish_reason"] for answer in expected]
-    assert sum(reason["type"] == "stop" for reason in reasons) > 60  # else it tests nothing
+    for kind in (int, str):  # else it tests nothing
+        assert sum(isinstance(reason.get("matched"), kind) for reason in reasons) > 25
     answers = running.play(requests, pattern)
     assert output_ids(answers) == output_ids(expected)
     assert [answer["text"] for answer in answers] == [answer["text"] for answer in expected]

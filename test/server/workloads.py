@@ -70,7 +70,8 @@ def stop_requests(
     for offset, (prompt, ids) in enumerate(zip(prompts, outputs, strict=True)):
         for place in first_places(ids, 20):
             sequence = first + offset
-            requests.append(Request(prompt, sequence, 40, {"stop_token_ids": [ids[place]]}))
+            stop = {"stop_token_ids": [ids[place]], "ignore_eos": False}  # else it is ignored, too
+            requests.append(Request(prompt, sequence, 40, stop))
             if ids[place] == EOS_ID:
                 continue
             requests.append(Request(prompt, sequence, 40, {"stop": [text_of([ids[place]])]}))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.session.session_controller import Session, SessionReqNode
 from sglang_dlite.speculative.request_validation import (
     check_logprob_start,
     check_request,
@@ -27,6 +28,7 @@ def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamesp
         "origin_input_ids": [1, 2],
         "token_indices_to_pool": None,
         "logprob": SimpleNamespace(top_logprobs_num=0),
+        "session": None,
     }
     return SimpleNamespace(
         sampling_params=SamplingParams(**(params or {})),
@@ -96,7 +98,7 @@ def test_stop_tokens_that_min_new_tokens_cannot_hold_back(bad: int) -> None:
     limits = {"stop_token_ids": [3, bad], "max_new_tokens": 9}
     error = stop_error(SamplingParams(min_new_tokens=2, **limits), 50)
     assert error is not None and f"stop_token_ids holds {bad}" in error and "0..49" in error
-    assert stop_error(SamplingParams(**limits), 50) is None
+    assert stop_error(SamplingParams(**limits), 50) == error  # the next request may have a minimum
     assert stop_error(SamplingParams(min_new_tokens=2, stop_token_ids=[3, 49]), 50) is None
 
 
@@ -169,3 +171,32 @@ def test_where_log_probabilities_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.speculative_algorithm = None
     check(-5)
     assert seen == [-1, 0, 7, -5, -5, -5]
+
+
+def session_with(*rids: str, streaming: bool) -> Session:
+    """A session in which each request follows the one before; the last one is running."""
+    session = Session(100, "s", streaming)
+    node = None
+    for rid in rids:
+        node = SessionReqNode(SimpleNamespace(rid=rid), node)
+        session.req_nodes[rid] = node
+    session._inflight = streaming
+    return session
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_refused_request_leaves_its_session(streaming: bool) -> None:
+    """Else a streaming session waits for its end for ever."""
+    session = session_with("a", "b", streaming=streaming)
+    bad = request(origin_input_ids=[60], session=session, rid="b")
+    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), bad)
+    assert not session._inflight
+    if not streaming:  # upstream's streaming sessions enter a turn when it is over
+        assert list(session.req_nodes) == ["a"] and not session.req_nodes["a"].children
+
+
+def test_a_served_request_stays_in_its_session() -> None:
+    session = session_with("a", streaming=True)
+    good = request(session=session, rid="a")
+    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), good) is None
+    assert session._inflight

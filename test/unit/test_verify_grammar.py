@@ -178,3 +178,21 @@ def test_the_pending_step_is_read_before_the_grammar(backend: Any, ids_of: Any) 
 
     got = allowed_by_apply(batch_of([grammar]), [ids_of("c$ab")], barrier)
     assert got[0, 0].nonzero().flatten().tolist() == [EOS]
+
+
+def test_a_row_that_allows_nothing_takes_token_0(backend: Any, ids_of: Any) -> None:
+    """Behind a draft that ends the grammar early, end-of-text is all there is, and held back."""
+    grammar = compiled(backend, "regex", "x(a|b{9})")
+    (start,) = ids_of("x")
+    grammar.accept_token(start)
+    batch = batch_of([grammar])
+    batch.sampling_info.logit_bias = torch.zeros(1, VOCAB)
+    batch.sampling_info.logit_bias[0, EOS] = float("-inf")  # as min_new_tokens does
+    table = torch.tensor([[start, *ids_of("abb")]])
+    options = VerifyLogits(table.shape[1], lambda: pytest.fail("no history is needed"))
+    logits = torch.zeros(table.numel(), VOCAB)
+    options.apply(batch, table, logits, options.before_verify(batch, table), None)
+    assert set((logits[0] == 0).nonzero().flatten().tolist()) == set(ids_of("ab"))
+    assert (logits[1] == 0).nonzero().flatten().tolist() == [0]
+    drawn = logits.softmax(-1).multinomial(1)  # an empty row would end the scheduler
+    assert int(drawn[1]) == 0

@@ -19,8 +19,9 @@ from sglang_dlite.platforms import hooks as cpu
 from sglang_dlite.speculative import (
     cuda_graph,
     is_dlite,
+    kv_room,
     request_validation,
-    serves_dlite,
+    sessions,
     stop_strings,
     stream_parsers,
 )
@@ -36,24 +37,6 @@ class Hook(NamedTuple):
     """The upstream signature that the hook was written for."""
     cpu_only: bool
     reason: str
-
-
-def wider_rows(original: Callable[[], int]) -> int:
-    """AROUND `get_req_to_token_extra_context_len`: head-room for two verify widths per row.
-
-    The scheduler reserves 2 D slots beyond the committed length, but upstream sizes a row for
-    4 + D at page size 1: for D > 8 the reserve runs past the row near the context's end
-    (mem_cache/allocation_sizing.py).
-    """
-    from sglang.srt.mem_cache.allocation_sizing import (
-        get_alloc_page_size,
-        get_alloc_reserve_per_decode,
-    )
-
-    extra = original()
-    if not serves_dlite():
-        return extra
-    return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
 def check_lora(original: Callable[[Any], None], server_args: Any) -> None:
@@ -89,10 +72,49 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         "AROUND",
-        wider_rows,
+        kv_room.wider_rows,
         (),
         False,
         "H4: rows too short for the decode reserve when D > 8 and page size is 1",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",
+        "AROUND",
+        kv_room.reachable_length,
+        (
+            "self",
+            "input_tokens",
+            "max_new_tokens",
+            "token_capacity",
+            "sliding_window_size",
+            "chunk_size",
+        ),
+        False,
+        "the decode reserve does not fit at the end of the pool, and requests are aborted there",
+    ),
+    Hook(
+        "sglang.srt.session.session_controller.Session.create_req",
+        "AROUND",
+        sessions.continue_what_was_returned,
+        (
+            "self",
+            "req",
+            "tokenizer",
+            "vocab_size",
+            "eos_token_ids",
+            "disagg_mode",
+            "req_factory",
+        ),
+        False,
+        "a turn would go on from tokens that were accepted behind the end of the one before",
+    ),
+    Hook(
+        "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
+        "AROUND",
+        sessions.keep_what_was_computed,
+        ("self", "req"),
+        False,
+        "a turn would find its prefix one token longer than the K/V that was written",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.validate_dllm_request",

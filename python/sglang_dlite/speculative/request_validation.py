@@ -9,6 +9,7 @@ import numpy as np
 
 from sglang_dlite import ALGORITHM
 from sglang_dlite.speculative import serves_dlite
+from sglang_dlite.speculative.sessions import forget_refused
 
 
 def request_error(req: Any) -> str | None:
@@ -54,17 +55,16 @@ def processor_error(serialized: str | None) -> str | None:
 
 
 def stop_error(params: Any, vocab_size: int) -> str | None:
-    """Why stop_token_ids beside min_new_tokens are refused, or None.
+    """Why stop_token_ids are refused, or None.
 
-    Upstream masks these tokens by id: one beyond the vocabulary ends the scheduler.
+    Upstream masks these tokens by id as soon as any request of a batch has min_new_tokens: one
+    beyond the vocabulary then ends the scheduler.
     """
-    if params.min_new_tokens <= 0:
-        return None
     for token in params.stop_token_ids or ():
         if not 0 <= token < vocab_size:
             return (
-                f"stop_token_ids holds {token} beside min_new_tokens = {params.min_new_tokens}; "
-                f"allowed are 0..{vocab_size - 1}, the model's vocabulary. Leave it out."
+                f"stop_token_ids holds {token}; allowed are 0..{vocab_size - 1}, the model's "
+                "vocabulary. Leave it out."
             )
     return None
 
@@ -122,6 +122,8 @@ def check_request(original: Callable[..., str | None], scheduler: Any, req: Any)
             or number_error(req.sampling_params, req.logprob.top_logprobs_num, vocab_size)
             or token_error(req.origin_input_ids, vocab_size)
         )
+        if error is not None:
+            forget_refused(req)
     return error
 
 

@@ -70,6 +70,17 @@ def needs_history(info: Any) -> bool:
     return info.acc_additive_penalties is not None or info.has_custom_logit_processor
 
 
+def allow_one_token(logits: torch.Tensor) -> None:
+    """Let rows [m, V] without an allowed token take token 0, in place, as argmax would.
+
+    Behind a draft that the target never takes, the options may contradict each other: a grammar
+    at its end allows the end-of-text token only, and min_new_tokens holds that back. Sampling from
+    such a row ends the scheduler.
+    """
+    nothing = logits.amax(-1) == float("-inf")  # [m]
+    logits[:, 0].masked_fill_(nothing, 0.0)
+
+
 class VerifyLogits:
     """Applies request options in prefills and verify passes of width D."""
 
@@ -147,6 +158,8 @@ class VerifyLogits:
             rows.add_(info.logit_bias[:, None])
         if pending is not None and info.has_custom_logit_processor:
             apply_processors(logits, info, row_params(info, pending, drafts))
+        if tree is not None or info.has_custom_logit_processor:
+            allow_one_token(logits)
 
     # -- both -----------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def _raw(target: Path, data: Path, folder: Path) -> dict:
 
 @pytest.fixture
 def config(target: Path, data_folder: Path):
-    """config(folder, "section.key=value", ...)."""
+    """config(folder, section={key: value}, ...)."""
 
     def make(folder: Path, **sections) -> TrainConfig:
         raw = _raw(target, data_folder, folder)

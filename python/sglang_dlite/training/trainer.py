@@ -187,15 +187,16 @@ class Trainer:
     def _log(self, loss: float) -> None:
         assert self.record is not None
         length = self._expected_length(copy_for_serving(self.model), _QUICK_ROWS)
+        stage = stage_at(self.stages, self.step - 1).name
         values = {
-            "stage": stage_at(self.stages, self.step - 1).name,
+            "stage": stage,
             "loss": loss,
             "expected_length": length,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "anchors": self.anchors_seen,
             "seconds": round(self.train_seconds, 1),
         }
-        self.record.show(stage=values["stage"], loss=f"{loss:.3f}", length=f"{length:.2f}")
+        self.record.show(stage=stage, loss=f"{loss:.3f}", length=f"{length:.2f}")
         self.record.add(self.step, "train", values)
 
     def evaluate(self) -> dict[str, Any]:

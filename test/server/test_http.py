@@ -113,6 +113,26 @@ def test_streamed_text_is_the_whole_text(
         list(pool.map(stream, chosen))
 
 
+def test_ollama_streams_are_whole(client: Client, references: References) -> None:
+    """Their last line has no text, which would be a block's."""
+    client.set_pattern("right")
+    request = references.requests["mixed"][20]
+    text = "".join(chr(ord("!") + token) for token in request.prompt)
+    options = {"options": {"temperature": 0, "num_predict": 30}}
+    for path, asked in (
+        ("/api/generate", {"prompt": text}),
+        ("/api/chat", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        body = {"model": "default", **asked, **options}
+        whole = client.http.post(path, json={**body, "stream": False}).json()
+        with client.http.stream("POST", path, json={**body, "stream": True}) as reply:
+            pieces = [json.loads(line) for line in reply.iter_lines()]
+        assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        said = [p["message"]["content"] if "message" in p else p["response"] for p in pieces]
+        expected = whole["message"]["content"] if "message" in whole else whole["response"]
+        assert expected and "".join(said) == expected
+
+
 @pytest.mark.parametrize("pattern", ["right", "cycle"])
 def test_log_probabilities_are_the_models_own(
     client: Client, references: References, pattern: str

@@ -85,6 +85,18 @@ def test_a_wrapped_layer_is_not_bypassed(name: str) -> None:
         root.mlp(torch.zeros(1, 40, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_layer_that_somebody_watches_is_called(register: str) -> None:
+    """--forward-hooks, --debug-tensor-dump-output-folder."""
+    root = make_mlp()
+    x = torch.zeros(1, 40, dtype=torch.bfloat16)
+    handle = getattr(root.mlp.down_proj, register)(lambda *_: None)
+    with pytest.raises(AttributeError):  # upstream's own forward, on this bare module
+        root.mlp(x)
+    handle.remove()
+    root.mlp(x)
+
+
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 40])
 def test_attention_block_is_its_parts(rows: int, norms: bool) -> None:

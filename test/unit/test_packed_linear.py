@@ -115,3 +115,11 @@ def test_upstream_does_not_take_the_head_for_an_unpacked_one() -> None:
     root = model(torch.bfloat16)
     pack_linear_weights(root)
     assert type(root.lm_head.quant_method).__name__ != "UnquantizedEmbeddingMethod"
+
+
+def test_an_fp32_head_stays_upstreams() -> None:
+    """--enable-fp32-lm-head: the logits processor then computes from the plain weight."""
+    root = model(torch.bfloat16)
+    root.logits_processor = SimpleNamespace(use_fp32_lm_head=True)
+    assert pack_linear_weights(root) == 1
+    assert type(root.lm_head.quant_method) is UnquantizedEmbeddingMethod

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session, SessionReqNode
 from sglang_dlite.speculative.request_validation import (
     check_logprob_start,
     check_request,
+    check_threshold,
     number_error,
     processor_error,
     request_error,
@@ -200,3 +202,20 @@ def test_a_served_request_stays_in_its_session() -> None:
     good = request(session=session, rid="a")
     assert check_request(lambda scheduler, req: None, scheduler("DLITE"), good) is None
     assert session._inflight
+
+
+@pytest.mark.parametrize("value,refused", [(0.5, True), (0, True), (1.0, False), (1, False)])
+def test_a_threshold_of_acceptance_cannot_be_set(value: float, refused: bool) -> None:
+    seen: list[float] = []
+
+    def change(algorithm: str) -> None:
+        controller = SimpleNamespace(scheduler=scheduler(algorithm))
+        check_threshold(lambda c, key, value: seen.append(value), controller, "acc", value)
+
+    change("EAGLE")
+    if refused:
+        with pytest.raises(UpdateRejected, match=r"acc = .* is not supported.*allowed is 1\.0"):
+            change("DLITE")
+    else:
+        change("DLITE")
+    assert seen == [value] * (1 if refused else 2)

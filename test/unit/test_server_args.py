@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -109,6 +110,15 @@ def test_a_width_outside_the_block(resolve: Resolve, width: str) -> None:
         (("--speculative-eagle-topk", "4"), "4"),
         (("--speculative-accept-threshold-acc", "0.5"), "0.5"),
         (("--speculative-draft-window-size", "128"), "128"),
+        (("--speculative-draft-window-size", "1"), "1"),
+        (("--speculative-accept-threshold-single", "0"), "0.0"),
+        (("--speculative-num-steps", "0"), "0"),
+        (("--speculative-domino-candidate-pool-size", "0"), "0"),
+        (("--uno-lora-path", "adapter"), "'adapter'"),
+        (("--decoupled-spec-role", "verifier"), "'verifier'"),
+        (("--dcp-size", "2", "--tp-size", "2"), "2"),
+        (("--smg-grpc-mode",), "True"),
+        (("--enable-return-routed-experts",), "True"),
         (("--cuda-graph-backend-prefill", "breakable"), "'breakable'"),
         (("--cuda-graph-config", '{"prefill":{"backend":"full"}}', *CUDA), "'full'"),
         (("--cuda-graph-backend-decode", "breakable", *CUDA), "'breakable'"),
@@ -214,22 +224,25 @@ def test_prefill_graphs_are_off(resolve: Resolve) -> None:
     [("PhiForCausalLM", ""), ("Qwen3NextForCausalLM", r" \(a hybrid: .*\)")],
 )
 def test_an_unsupported_target_is_refused_before_it_is_read(
-    resolve: Resolve,
-    target: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    architecture: str,
-    reason: str,
+    resolve: Resolve, architecture: str, reason: str
 ) -> None:
-    config = json.loads((target / "config.json").read_text())
-    config["architectures"] = [architecture]
-    monkeypatch.setattr(
-        "sglang.srt.utils.hf_transformers_utils.get_config",
-        lambda *args, **kwargs: SimpleNamespace(**config),
-    )
+    overrides = json.dumps({"architectures": [architecture]})
     with pytest.raises(
         ValueError, match=f"{architecture!r} is not supported{reason}; supported are "
     ):
-        resolve()
+        resolve("--json-model-override-args", overrides)
+
+
+def test_the_target_is_checked_with_its_overrides(
+    resolve: Resolve, target: Path, tmp_path: Path
+) -> None:
+    renamed = shutil.copytree(target, tmp_path / "renamed")
+    config = json.loads((target / "config.json").read_text())
+    (renamed / "config.json").write_text(json.dumps({**config, "architectures": ["MyLlama"]}))
+    options = ("--model-path", str(renamed))
+    with pytest.raises(ValueError, match="'MyLlama' is not supported"):
+        resolve(*options)
+    resolve(*options, "--json-model-override-args", '{"architectures": ["LlamaForCausalLM"]}')
 
 
 def test_a_drafter_of_another_depth_is_refused_before_the_target_is_read(
@@ -240,7 +253,15 @@ def test_a_drafter_of_another_depth_is_refused_before_the_target_is_read(
         resolve(path=deeper)
 
 
-@pytest.mark.parametrize("name", ["SGLANG_ENABLE_METADATA_GLUE_GRAPH", "SGLANG_RUST_SERVER"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        "SGLANG_RUST_SERVER",
+        "SGLANG_SANITIZE_NAN_LOGITS",
+        "SGLANG_ENABLE_NAN_LOGITS_CHECK",
+    ],
+)
 def test_a_refused_variable(resolve: Resolve, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(ValueError, match=rf"{name}.*unset"):

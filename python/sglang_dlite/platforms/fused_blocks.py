@@ -79,6 +79,11 @@ def _whole(layer: Any) -> bool:
     return layer.input_size_per_partition == layer.input_size and not layer.skip_bias_add
 
 
+def _watched(*modules: torch.nn.Module) -> bool:
+    """Whether somebody's hooks (--forward-hooks, a tensor dump) wait for these to be called."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
 def _mlp_forward(module: Any, kernels: ModuleType, max_rows: int | None) -> Forward:
     original, run = module.forward, kernels.mlp
     gate_up, down = module.gate_up_proj, module.down_proj
@@ -95,7 +100,7 @@ def _mlp_forward(module: Any, kernels: ModuleType, max_rows: int | None) -> Forw
         # A LoRA manager, which comes after loading, puts its wrappers in the layers' places.
         replaced = module.gate_up_proj is not gate_up or module.down_proj is not down
         too_many = max_rows is not None and x.shape[0] > max_rows
-        if replaced or too_many or x.dtype != torch.bfloat16:
+        if replaced or too_many or x.dtype != torch.bfloat16 or _watched(gate_up, down):
             return original(x, forward_batch)
         return run(x, *weights)
 
@@ -134,6 +139,7 @@ def _attention_forward(module: Any, kernels: ModuleType, max_rows: int | None) -
             or forward_batch.forward_mode.is_idle()
             or module.qkv_proj is not qkv
             or module.o_proj is not o
+            or _watched(qkv, layer, o)
             or padded_extend_real_tokens(hidden_states, forward_batch) is not None
             or positions.dim() != 1
             or (max_rows is not None and hidden_states.shape[0] > max_rows)

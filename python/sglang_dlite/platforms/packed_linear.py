@@ -111,6 +111,8 @@ def pack_linear_weights(model: torch.nn.Module) -> int:
     """
     layers = []
     lm_head: Any = getattr(model, "lm_head", None)
+    if getattr(getattr(model, "logits_processor", None), "use_fp32_lm_head", False):
+        lm_head = None  # upstream computes fp32 logits from the plain weight
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(module, LinearBase) and type(method) is UnquantizedLinearMethod:

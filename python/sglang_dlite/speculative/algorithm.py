@@ -9,7 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_dlite import ALGORITHM
 from sglang_dlite.speculative import is_dlite
-from sglang_dlite.speculative.drafter_files import read_drafter_config
+from sglang_dlite.speculative.drafter_files import drafter_directory, read_drafter_config
 from sglang_dlite.speculative.server_args import apply_defaults, check_server_args, drafter_path
 
 
@@ -77,11 +77,20 @@ def resolve_early(server_args: Any, previous: Any) -> None:
 
     D defaults to the drafter's block size; `handle_server_args` would come too late for it.
     """
+    from sglang.srt.arg_groups.model_path_hook import handle_modelscope_paths
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.environ import envs
 
-    view = resolving_view(server_args)
-    if is_dlite(view):
-        config = read_drafter_config(drafter_path(view), view.speculative_draft_model_revision)
+    if is_dlite(resolving_view(server_args)):
+        if envs.SGLANG_USE_MODELSCOPE.get():  # a step of `previous`: it may run twice
+            handle_modelscope_paths(server_args)
+        view = resolving_view(server_args)
+        directory = drafter_directory(
+            drafter_path(view), view.speculative_draft_model_revision, view.download_dir
+        )
+        # One download, here: whoever reads the drafter later finds a directory.
+        declare_resolution(server_args, "dlite", speculative_draft_model_path=str(directory))
+        config = read_drafter_config(str(directory))
         if view.speculative_num_draft_tokens is None:
             declare_resolution(server_args, "dlite", speculative_num_draft_tokens=config.block_size)
         # Upstream's controller is EAGLE's; ours goes by what the user typed (worker.py).

@@ -8,8 +8,11 @@ from pathlib import Path
 from sglang_dlite.drafter import DLiteConfig, DrafterConfigError
 
 
-def drafter_directory(path: str, revision: str | None = None) -> Path:
-    """The local directory of `path`, downloading a hub id's config and weights if need be.
+def drafter_directory(
+    path: str, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """The local directory of `path`, downloading a hub id's config and weights if need be, into
+    `download_dir` or the hub's cache.
 
     Raises:
         DrafterConfigError: `path` is neither a directory nor a hub id that can be fetched.
@@ -20,7 +23,12 @@ def drafter_directory(path: str, revision: str | None = None) -> Path:
 
     try:
         return Path(
-            snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
+            snapshot_download(
+                path,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=["*.json", "*.safetensors"],
+            )
         )
     except Exception as error:
         raise DrafterConfigError(

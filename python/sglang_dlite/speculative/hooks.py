@@ -20,6 +20,7 @@ from sglang_dlite.speculative import (
     cuda_graph,
     is_dlite,
     kv_room,
+    ollama_streams,
     request_validation,
     sessions,
     stop_strings,
@@ -131,6 +132,26 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "obj"),
         False,
         "a negative logprob_start_len ends the scheduler",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.internal_state."
+        "SchedulerInternalStateController._validate_accept_threshold",
+        "AROUND",
+        request_validation.check_threshold,
+        ("self", "key", "value"),
+        False,
+        "a threshold of acceptance would be taken, and do nothing",
+    ),
+    *(
+        Hook(
+            f"sglang.srt.entrypoints.ollama.serving.OllamaServing.{name}",
+            "AROUND",
+            ollama_streams.send_the_last_text,
+            ("self", "gen_request", "raw_request", "model_name"),
+            False,
+            "the last chunk of an Ollama stream loses its text, a whole block",
+        )
+        for name in ("_stream_chat_response", "_stream_generate_response")
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",

@@ -20,7 +20,8 @@ def given(field: str, *harmless: Any) -> Callable[[Any], Any]:
 
     def value(args: Any) -> Any:
         typed = (getattr(args, "_raw_input", None) or {}).get(field)
-        return None if typed in (None, False, *harmless) else typed
+        # 0 is a value, although it equals False.
+        return None if typed is None or typed is False or typed in harmless else typed
 
     return value
 
@@ -108,3 +109,31 @@ def simulated_acceptance(args: Any) -> Any:
 
     length = envs.SGLANG_SIMULATE_ACC_LEN.get()
     return length if length > 0 else None
+
+
+# Upstream ignores these silently where the algorithm is not theirs.
+OTHER_ALGORITHMS = (
+    "decoupled_spec_role",
+    "enable_draft_weights_cpu_backup",
+    "enable_multi_layer_eagle",
+    "spec_trace_dir",
+    "speculative_dflash_block_size",
+    "speculative_domino_candidate_pool_size",
+    "speculative_dsa_topk_backend",
+    "speculative_dspark_align_verify_tokens_to_graph_tier",
+    "speculative_dspark_block_size",
+    "speculative_dspark_confidence_sts_path",
+    "speculative_dspark_sps_table_path",
+    "speculative_enable_w4a4_mxfp4_megamoe",
+    "speculative_moe_a2a_backend",
+    "speculative_moe_runner_backend",
+    "speculative_ngram_capacity",
+    "speculative_ngram_external_corpus_max_tokens",
+    "speculative_ngram_external_corpus_path",
+    "speculative_ngram_external_sam_budget",
+    "speculative_ngram_match_type",
+    "speculative_ngram_max_bfs_breadth",
+    "speculative_ngram_max_trie_depth",
+    "speculative_ngram_min_bfs_breadth",
+    "uno_lora_path",
+)

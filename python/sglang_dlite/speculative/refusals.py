@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from sglang_dlite.speculative.option_values import (
     CUDA_ATTENTION,
+    OTHER_ALGORITHMS,
     above_one,
     adaptive_on_cuda,
     adaptive_with_rejection,
@@ -37,29 +38,6 @@ class Refusal(NamedTuple):
 NO_SPECULATION = "drop the option, or serve without speculation"
 DROP = "drop the option"
 
-# Upstream ignores these silently where the algorithm is not theirs.
-OTHER_ALGORITHMS = (
-    "enable_multi_layer_eagle",
-    "speculative_dflash_block_size",
-    "speculative_domino_candidate_pool_size",
-    "speculative_dsa_topk_backend",
-    "speculative_dspark_align_verify_tokens_to_graph_tier",
-    "speculative_dspark_block_size",
-    "speculative_dspark_confidence_sts_path",
-    "speculative_dspark_sps_table_path",
-    "speculative_enable_w4a4_mxfp4_megamoe",
-    "speculative_moe_a2a_backend",
-    "speculative_moe_runner_backend",
-    "speculative_ngram_capacity",
-    "speculative_ngram_external_corpus_max_tokens",
-    "speculative_ngram_external_corpus_path",
-    "speculative_ngram_external_sam_budget",
-    "speculative_ngram_match_type",
-    "speculative_ngram_max_bfs_breadth",
-    "speculative_ngram_max_trie_depth",
-    "speculative_ngram_min_bfs_breadth",
-)
-
 REFUSALS: tuple[Refusal, ...] = (
     # -- deployment -----------------------------------------------------------------------------
     Refusal(
@@ -86,6 +64,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --attn-cp-size 1",
     ),
     Refusal(
+        "--dcp-size",
+        above_one("dcp_size"),
+        "SGLang's verify passes do not divide K/V between ranks",
+        "use --dcp-size 1",
+    ),
+    Refusal(
         "--enable-prefill-cp",
         truthy("enable_prefill_cp"),
         "a rank does not hold every request's last row",
@@ -97,12 +81,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "its processes load no plugins: streamed tool calls and reasoning would lose text",
         "use --tokenizer-worker-num 1",
     ),
-    Refusal(
-        "SGLANG_RUST_SERVER",
-        environment_flag("SGLANG_RUST_SERVER"),
-        "its front end is not Python: requests would not be checked, and streamed tool calls and "
-        "reasoning would lose text",
-        "unset the variable",
+    *(
+        Refusal(
+            option,
+            value,
+            "its front end loads no plugins: requests would not be checked, and streamed tool "
+            "calls and reasoning would lose text",
+            remedy,
+        )
+        for option, value, remedy in (
+            ("SGLANG_RUST_SERVER", environment_flag("SGLANG_RUST_SERVER"), "unset the variable"),
+            ("--smg-grpc-mode", truthy("smg_grpc_mode"), "use --grpc-port"),
+            ("--grpc-mode", truthy("grpc_mode"), "use --grpc-port"),
+        )
     ),
     Refusal("--enable-pdmux", truthy("enable_pdmux"), "a split prefill has no pivot states", DROP),
     Refusal(
@@ -170,6 +161,21 @@ REFUSALS: tuple[Refusal, ...] = (
         truthy("enable_watermark"),
         "the tokens that verify rows choose would carry no watermark",
         NO_SPECULATION,
+    ),
+    Refusal(
+        "--enable-return-routed-experts",
+        truthy("enable_return_routed_experts"),
+        "SGLang's buffer for them has no room for verify rows",
+        NO_SPECULATION,
+    ),
+    *(
+        Refusal(
+            name,
+            environment_flag(name),
+            "logits of verify rows are not looked at for NaN",
+            "unset the variable, or serve without speculation",
+        )
+        for name in ("SGLANG_SANITIZE_NAN_LOGITS", "SGLANG_ENABLE_NAN_LOGITS_CHECK")
     ),
     Refusal(
         "--enable-strict-thinking",
@@ -252,10 +258,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --speculative-use-rejection-sampling; the output law is the target's either way",
     ),
     *(
-        Refusal(f"--{field.replace('_', '-')}", given(field, 1.0), reason, DROP)
+        Refusal(f"--{field.replace('_', '-')}", given(field, 1.0), "acceptance is exact", DROP)
+        for field in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+    ),
+    *(
+        Refusal(f"--{field.replace('_', '-')}", given(field), reason, DROP)
         for field, reason in (
-            ("speculative_accept_threshold_single", "acceptance is exact"),
-            ("speculative_accept_threshold_acc", "acceptance is exact"),
             ("speculative_adaptive_config", "the policy measures and has no settings"),
             ("speculative_token_map", "the drafter has its own head"),
             ("speculative_draft_attention_backend", "the drafter has no attention backend"),

@@ -127,6 +127,21 @@ def check_request(original: Callable[..., str | None], scheduler: Any, req: Any)
     return error
 
 
+def check_threshold(
+    original: Callable[[Any, str, Any], None], controller: Any, key: str, value: Any
+) -> None:
+    """AROUND `_validate_accept_threshold` of /set_internal_state: as at start-up."""
+    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
+
+    name = getattr(controller.scheduler.spec_algorithm, "name", None)
+    if name == ALGORITHM and float(value) != 1.0:
+        raise UpdateRejected(
+            f"{key} = {value} is not supported with --speculative-algorithm DLITE: acceptance is "
+            "exact; allowed is 1.0."
+        )
+    original(controller, key, value)
+
+
 def check_logprob_start(original: Callable[[Any, Any], None], manager: Any, obj: Any) -> None:
     """AROUND `TokenizerManager._validate_token_ids_logprob`: the scheduler's Req lacks this field.
 

@@ -59,14 +59,12 @@ def check_server_args(args: Any) -> None:
 
 def _check_target(args: Any, drafter: DLiteConfig) -> None:
     """Refuse a target before its weights are read; the worker checks again what it has loaded."""
-    from sglang.srt.utils.hf_transformers_utils import get_config
+    from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    target = get_config(
-        args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision
-    )
-    architectures = getattr(target, "architectures", None) or ["unknown"]
+    target = model_config_of(args)  # with the overrides of the command line
+    architectures = getattr(target.hf_config, "architectures", None) or ["unknown"]
     require_supported_target(architectures[0])
-    check_pair(drafter, target)
+    check_pair(drafter, target.hf_text_config)
 
 
 def apply_defaults(args: Any) -> None:

@@ -70,7 +70,9 @@ class DLiteWorker(BaseSpecWorker):
         )
         self.config = self.drafter.config
         # Sharded under tensor parallelism: the whole table's size is the padded one.
-        rows = getattr(self.embed, "num_embeddings_padded", self.embed.weight.shape[0])
+        rows = getattr(self.embed, "num_embeddings_padded", None)
+        if rows is None:
+            rows = self.embed.weight.shape[0]
         check_pair(self.config, runner.model_config.hf_text_config, rows)
         self.capture = PivotCapture(runner.model, self.config.target_layer_ids)
         self.num_drafts = self.width - 1

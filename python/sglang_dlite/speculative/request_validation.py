@@ -111,10 +111,14 @@ def token_error(token_ids: Sequence[int], vocab_size: int) -> str | None:
     return None
 
 
+def _is_dlites(scheduler: Any) -> bool:
+    return getattr(scheduler.spec_algorithm, "name", None) == ALGORITHM
+
+
 def check_request(original: Callable[..., str | None], scheduler: Any, req: Any) -> str | None:
     """AROUND `Scheduler.validate_dllm_request`: the one place whose answer becomes a 400."""
     error = original(scheduler, req)
-    if error is None and getattr(scheduler.spec_algorithm, "name", None) == ALGORITHM:
+    if error is None and _is_dlites(scheduler):
         vocab_size = scheduler.model_config.vocab_size
         error = (
             request_error(req)
@@ -133,8 +137,7 @@ def check_threshold(
     """AROUND `_validate_accept_threshold` of /set_internal_state: as at start-up."""
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
 
-    name = getattr(controller.scheduler.spec_algorithm, "name", None)
-    if name == ALGORITHM and float(value) != 1.0:
+    if _is_dlites(controller.scheduler) and float(value) != 1.0:
         raise UpdateRejected(
             f"{key} = {value} is not supported with --speculative-algorithm DLITE: acceptance is "
             "exact; allowed is 1.0."

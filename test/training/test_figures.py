@@ -50,3 +50,15 @@ def test_what_cannot_be_drawn_is_named(
     with pytest.raises(SystemExit):
         main(["curves", str(tmp_path / "x.svg"), item])
     assert item in capsys.readouterr().err
+
+
+def test_runs_that_cannot_be_drawn_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, run = str(tmp_path / "x.svg"), _run(tmp_path / "new")
+    with pytest.raises(SystemExit):
+        main(["curves", out, f"new={run}"])
+    assert f"new={run}: holds no evaluation" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["curves", out, *(f"run{number}={run}" for number in range(8))])
+    assert "8 curves: at most 7" in capsys.readouterr().err

@@ -17,7 +17,7 @@ def learning_curve(run: Path) -> list[tuple[float, float]]:
     """(minutes of training, held-out tau) at every evaluation of a run's drafter.
 
     A teacher that was trained for it in the same folder has used up its minutes before. A run of a
-    teacher alone gives the teacher's curve.
+    teacher alone gives the teacher's curve, one that was never evaluated none.
     """
     of_teacher, of_drafter = (
         [
@@ -34,11 +34,17 @@ def learning_curve(run: Path) -> list[tuple[float, float]]:
 
 
 def curves(runs: dict[str, Path]) -> Drawing:
-    """Held-out tau against minutes of training."""
+    """Held-out tau against minutes of training.
+
+    Raises ValueError for a run that was never evaluated.
+    """
     drawing = Drawing(figsize=(7, 3.6))
     axes = drawing.subplots()
     for (name, run), colour, marker in zip(runs.items(), COLOURS, MARKERS, strict=False):
-        minutes, taus = zip(*learning_curve(run), strict=True)
+        points = learning_curve(run)
+        if not points:
+            raise ValueError(f"{name}={run}: holds no evaluation (metrics.jsonl); train it further")
+        minutes, taus = zip(*points, strict=True)
         axes.plot(minutes, taus, color=colour, marker=marker, markersize=4, label=name)
     axes.set(xlabel="minutes of training, the teacher's included", ylabel="held-out tau")
     axes.legend()
@@ -75,7 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not equals or not Path(path).exists():
             parser.error(f"{item!r}: must be NAME=PATH, of something that exists")
         named[name] = Path(path)
-    drawing = curves(named) if args.drawing == "curves" else contexts(named)
+    if len(named) > len(COLOURS):
+        parser.error(f"{len(named)} curves: at most {len(COLOURS)} can be told apart")
+    try:
+        drawing = curves(named) if args.drawing == "curves" else contexts(named)
+    except ValueError as error:
+        parser.error(str(error))
     write_atomically(args.out, lambda file: file.write(svg(drawing).encode()))
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -73,6 +74,9 @@ class Answering:
     on_reply: Callable[[ReplyRecord, Answer], object]
     on_skip: Callable[[int], object]  # so many replies will not be made
     template: dict[str, Any] = field(default_factory=dict)  # further arguments of the chat template
+    # Whether a question that the target asks itself must not be used.
+    unwanted: Callable[[str], bool] = lambda _: False
+    skipped: Counter[str] = field(default_factory=Counter)  # replies not made, by the reason
 
     def __post_init__(self) -> None:
         self._questions = {record["question"] for record in self.writer.done.values()}
@@ -103,13 +107,16 @@ class Answering:
             record = self.writer.done.get(reply_id)
             question = ""
             if prompt.asks_itself:
-                question = record["question"] if record else await self._question()
+                question = record["question"] if record else await self._question(messages)
+                if not question:
+                    self._skip(prompt, number, "the target asked nothing usable")
+                    return
                 messages.append({"role": "user", "content": question})
             messages += turn.messages
             if record is None:
                 ids = self.encode(messages)
                 if len(ids) > self.max_prompt_tokens:  # later turns are longer still
-                    self.on_skip(len(prompt.turns) - number)
+                    self._skip(prompt, number, "the prompt is too long")
                     return
                 answer = await self.ask(ids, self.params)
                 made = ReplyRecord(
@@ -129,6 +136,12 @@ class Answering:
             said = record["text"] if turn.recorded is None else turn.recorded
             messages.append({"role": "assistant", "content": said})
 
+    def _skip(self, prompt: Prompt, number: int, reason: str) -> None:
+        """Give up on a conversation from turn `number` on."""
+        count = len(prompt.turns) - number
+        self.skipped[reason] += count
+        self.on_skip(count)
+
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the target's reply begins."""
         chat = self.tokenizer.apply_chat_template(
@@ -136,20 +149,25 @@ class Answering:
         )
         return list(self.tokenizer.encode(chat, add_special_tokens=False))
 
-    async def _question(self) -> str:
-        """A question that the target writes itself: the template's user header is the prompt."""
+    async def _question(self, history: Sequence[Message]) -> str:
+        """What the target says in the user's place: the prompt ends in the template's user header.
+
+        history: the conversation so far, empty for a first question. "" where `_QUESTION_TRIES`
+        brought nothing that is whole, new and wanted: a repeated or cut question is no new data.
+        """
         mark = "\u241f"
         chat = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], tokenize=False, **self.template
+            [*history, {"role": "user", "content": mark}], tokenize=False, **self.template
         )
-        header = list(self.tokenizer.encode(chat.split(mark)[0], add_special_tokens=False))
+        header = list(self.tokenizer.encode(chat.rpartition(mark)[0], add_special_tokens=False))
+        if len(header) > self.max_prompt_tokens:
+            return ""
         params = {"temperature": 1.0, "max_new_tokens": _QUESTION_TOKENS}
-        text = ""
         for _ in range(_QUESTION_TRIES):
             answer = await self.ask(header, params)
             text = self.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
             whole = answer.finish == "stop" and len(text) >= _QUESTION_MIN_CHARACTERS
-            if whole and text not in self._questions:
-                break
-        self._questions.add(text)
-        return text
+            if whole and text not in self._questions and not self.unwanted(text):
+                self._questions.add(text)
+                return text
+        return ""

@@ -47,9 +47,9 @@ def _user_texts(row: dict[str, Any], column: str) -> list[str]:
 _MIN_CONTAINED = 40
 
 
-def overlaps(prompt: Prompt, excluded: set[str]) -> bool:
-    """Whether a prompt equals, contains or is contained in an evaluation prompt."""
-    text = normalised(prompt.user_text())
+def overlaps(text: str, excluded: set[str]) -> bool:
+    """Whether what a user says equals, contains or is contained in an evaluation prompt."""
+    text = normalised(text)
     if text in excluded:
         return True
     return any(

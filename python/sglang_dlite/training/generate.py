@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sglang_dlite.training.serving import add_engine_arguments, engine
 from sglang_dlite.training.storage import StorageError
 from sglang_dlite.training.targets import TargetError
 
-BUILTIN = ("stdlib-code", "stdlib-agent", "chat", "self-instruct")
+BUILTIN = ("stdlib-code", "stdlib-agent", "chat", "self-instruct", "self-chat")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,8 +127,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def collect_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """All prompts of a run in their order, evaluation prompts taken out.
+def _self_asked(source: str, turns: int, count: int, seed: int) -> list[Prompt]:
+    """Conversations in which the target writes the user's messages as well."""
+    return [
+        Prompt(f"{source}-{seed}/{i}", source, (Turn(()),) * turns, asks_itself=True)
+        for i in range(count)
+    ]
+
+
+def collect_prompts(args: argparse.Namespace, excluded: set[str]) -> list[Prompt]:
+    """All prompts of a run in their order; what overlaps with the texts `excluded` is taken out.
 
     Deterministic for the same arguments. Sources are mixed so that any prefix is balanced.
     """
@@ -138,10 +147,8 @@ def collect_prompts(args: argparse.Namespace) -> list[Prompt]:
         "stdlib-code": completion_prompts,
         "stdlib-agent": agent_prompts,
         "chat": chat_prompts,
-        "self-instruct": lambda count, seed: [
-            Prompt(f"self-instruct-{seed}/{i}", "self-instruct", (Turn(()),), asks_itself=True)
-            for i in range(count)
-        ],
+        "self-instruct": partial(_self_asked, "self-instruct", 1),
+        "self-chat": partial(_self_asked, "self-chat", 2),
     }
     groups = load_prompt_groups(args)
     for item in args.builtin:
@@ -149,8 +156,7 @@ def collect_prompts(args: argparse.Namespace) -> list[Prompt]:
         if name not in makers or not count.isdigit():
             raise PromptError(f"--builtin {item}: must be NAME=COUNT with NAME in {BUILTIN}")
         groups.append(makers[name](int(count), args.seed))
-    excluded = excluded_texts(args.exclude)
-    kept = [[p for p in group if not overlaps(p, excluded)] for group in groups]
+    kept = [[p for p in group if not overlaps(p.user_text(), excluded)] for group in groups]
     dropped = sum(map(len, groups)) - sum(map(len, kept))
     if dropped:
         print(f"generate: {dropped} prompts overlap with --exclude, left out", file=sys.stderr)
@@ -196,7 +202,8 @@ def generate(args: argparse.Namespace) -> None:
     from sglang_dlite.training.targets import target_path
 
     share, shares = parse_share(args.share)
-    prompts = collect_prompts(args)[share::shares]
+    excluded = excluded_texts(args.exclude)
+    prompts = collect_prompts(args, excluded)[share::shares]
     description = describe(args)
     tokenizer = AutoTokenizer.from_pretrained(target_path(args.target))
     if len(tokenizer) > description.vocab_size:
@@ -228,7 +235,10 @@ def generate(args: argparse.Namespace) -> None:
         answering = Answering(
             engine_ask(running), tokenizer, writer, params, args.max_prompt_tokens, on_reply,
             on_skip=lambda count: bar.update(count), template=args.chat_template_kwargs,
+            unwanted=lambda text: overlaps(text, excluded),
         )  # fmt: skip
         running.loop.run_until_complete(answering.run(prompts, args.concurrency))
     writer.close()
     bar.close()
+    for reason, count in answering.skipped.items():
+        print(f"generate: {count} replies were not made: {reason}", file=sys.stderr)

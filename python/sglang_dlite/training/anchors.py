@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,13 @@ class Reply:
     @property
     def tokens(self) -> np.ndarray:
         return np.concatenate([self.prompt_ids, self.reply_ids])
+
+    @cached_property
+    def content(self) -> str:
+        """A hash of prompt and reply: ids may come back with another text."""
+        digest = hashlib.sha256(len(self.prompt_ids).to_bytes(8, "big"))
+        digest.update(self.tokens.astype("<i4").tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def places(self) -> np.ndarray:

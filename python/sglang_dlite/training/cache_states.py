@@ -87,12 +87,21 @@ def cache_states(config: TrainConfig, share: int = 0, shares: int = 1) -> Path:
         window=window,
         anchors_per_reply=config.data.cached_anchors_per_reply,
         seed=config.optim.seed,
+        target_weights=target.fingerprint,
+        target_dtype=target.dtype,
     )
     writer = CacheWriter(folder, f"part-{share}-of-{shares}", fmt)
     mine = [i for i in range(share, len(replies), shares) if usable(replies[i], config.data)]
     bar = tqdm(total=len(mine), desc="states", unit="reply", smoothing=0.05)
-    missing = [index for index in mine if replies[index].id not in writer.done]
+    missing = [index for index in mine if writer.index.find(replies[index]) is None]
     bar.update(len(mine) - len(missing))
+    stale = sum(writer.index.is_stale(replies[index]) for index in missing)
+    if stale:
+        print(
+            f"cache-states: {folder} has other texts under the ids of {stale} replies: their "
+            "states are added",
+            file=sys.stderr,
+        )
     for first in range(0, len(missing), _COMMIT_EVERY):
         for together in _of_like_length(missing[first : first + _COMMIT_EVERY], replies):
             picks = [Pick(i, _cached_places(replies[i], config)) for i in together]

@@ -20,6 +20,7 @@ from sglang_dlite.training.dataset import Description, ReplyWriter, load_replies
 from sglang_dlite.training.exclusion import normalised, overlaps
 from sglang_dlite.training.prompts import Prompt, Turn
 from sglang_dlite.training.sessions import session_turns
+from sglang_dlite.training.stdlib_prompts import completion_prompts
 from transformers import AutoTokenizer
 
 from .conftest import VOCAB
@@ -196,6 +197,66 @@ def test_evaluation_prompts_are_left_out(target: Path, tmp_path: Path, serve) ->
     more = ("--prompts", prompts, "--exclude", str(tmp_path / "eval.jsonl"))
     assert command.run(_args(target, tmp_path / "out", *more)) == 0
     assert not any(name.startswith("prompts/0#") for name in _by_id(tmp_path / "out"))
+
+
+def _asked(target: Path, serve, out: Path, *more: str) -> list[str]:
+    """The prompts that a run sends to the engine."""
+    fake = serve(FakeEngine())
+    assert command.run(_args(target, out, *more)) == 0
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [tokenizer.decode(ids) for ids, _ in fake.asked]
+
+
+def _questions(path: Path, *texts: str) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"q": text}) + "\n" for text in texts))
+    return f"{path}:q"
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_an_edited_prompt_is_answered_anew(
+    target: Path, tmp_path: Path, serve, hashed: bool
+) -> None:
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    before = _questions(path, "one", "two", "three")
+    assert len(_asked(target, serve, out, "--prompts", before)) == 3
+    if not hashed:  # a data set of before prompts had a hash
+        part = out / "part-0-00000.jsonl"
+        records = [json.loads(line) for line in part.read_text().splitlines()]
+        for record in records:
+            del record["prompt_hash"]
+        part.write_text("".join(json.dumps(record) + "\n" for record in records))
+    after = _questions(path, "zero", "one", "two, edited", "three")
+    asked = _asked(target, serve, out, "--prompts", after)
+    assert sorted(asked) == ["u:two, edited<eos>a:", "u:zero<eos>a:"]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    kept = {tokenizer.decode(prompt) for prompt, _ in _by_id(out).values()}
+    texts = ("one", "two", "three", "zero", "two, edited")
+    assert kept == {f"u:{text}<eos>a:" for text in texts}
+
+
+def test_another_count_of_a_builtin_source_keeps_its_replies(
+    target: Path, tmp_path: Path, serve
+) -> None:
+    out = tmp_path / "out"
+    answered: set[str] = set()
+    for count in (20, 30):  # another count gives another text to most ids
+        asked = _asked(target, serve, out, "--builtin", f"stdlib-code={count}")
+        wanted = {f"u:{prompt.user_text()}<eos>a:" for prompt in completion_prompts(count)}
+        assert sorted(asked) == sorted(wanted - answered)
+        answered |= wanted
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert {tokenizer.decode(prompt) for prompt, _ in _by_id(out).values()} == answered
+
+
+def test_files_of_the_same_name_do_not_mix(target: Path, tmp_path: Path, serve, capsys) -> None:
+    a = _questions(tmp_path / "a" / "test.jsonl", "one", "two", "one")
+    b = _questions(tmp_path / "b" / "test.jsonl", "three", "two")
+    out = tmp_path / "out"
+    asked = _asked(target, serve, out, "--prompts", a, "--prompts", b)
+    assert sorted(asked) == [f"u:{text}<eos>a:" for text in ("one", "three", "two")]
+    assert sorted(_by_id(out)) == ["test-2/0#0", "test/0#0", "test/1#0"]
+    assert "2 prompts occur more than once, made once" in capsys.readouterr().err
 
 
 def test_the_chat_template_gets_its_arguments(target: Path, tmp_path: Path, serve) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from sglang_dlite.training.dataset import ReplyRecord
-from sglang_dlite.training.prompts import Message, Prompt
+from sglang_dlite.training.dataset import ReplyRecord, tokens_hash
+from sglang_dlite.training.prompts import Message, Prompt, conversation_hash
 
 _QUESTION_TOKENS = 80
 _QUESTION_TRIES = 20
@@ -57,7 +57,8 @@ def engine_ask(engine: Any) -> Ask:
 class Keeper(Protocol):
     """Where replies go; `ReplyWriter` is one."""
 
-    done: dict[str, dict[str, Any]]  # by id
+    done: dict[str, dict[str, Any]]  # by id: what the target asked itself
+    made: dict[str, dict[str, Any]]  # by prompt, its `conversation_hash` or `tokens_hash`
 
     def append(self, record: ReplyRecord) -> None: ...
 
@@ -72,7 +73,7 @@ class Answering:
     params: dict[str, Any]  # of the replies
     max_prompt_tokens: int
     on_reply: Callable[[ReplyRecord, Answer], object]
-    on_skip: Callable[[int], object]  # so many replies will not be made
+    on_skip: Callable[[int], object]  # so many replies will not be made, or are there already
     template: dict[str, Any] = field(default_factory=dict)  # further arguments of the chat template
     # Whether a question that the target asks itself must not be used.
     unwanted: Callable[[str], bool] = lambda _: False
@@ -104,20 +105,25 @@ class Answering:
         messages: list[Message] = []
         for number, turn in enumerate(prompt.turns):
             reply_id = f"{prompt.id}#{number}"
-            record = self.writer.done.get(reply_id)
-            question = ""
+            record, question = None, ""
             if prompt.asks_itself:
+                record = self.writer.done.get(reply_id)
                 question = record["question"] if record else await self._question(messages)
                 if not question:
                     self._skip(prompt, number, "the target asked nothing usable")
                     return
                 messages.append({"role": "user", "content": question})
             messages += turn.messages
-            if record is None:
-                ids = self.encode(messages)
-                if len(ids) > self.max_prompt_tokens:  # later turns are longer still
-                    self._skip(prompt, number, "the prompt is too long")
-                    return
+            key = conversation_hash(messages)
+            record = record or self.writer.made.get(key)
+            ids = [] if record else self.encode(messages)
+            record = record or self.writer.made.get(tokens_hash(ids))
+            if record is not None:
+                self.on_skip(1)
+            elif len(ids) > self.max_prompt_tokens:  # later turns are longer still
+                self._skip(prompt, number, "the prompt is too long")
+                return
+            else:
                 answer = await self.ask(ids, self.params)
                 made = ReplyRecord(
                     id=reply_id,
@@ -129,10 +135,11 @@ class Answering:
                     text=self.tokenizer.decode(answer.ids, skip_special_tokens=True),
                     finish=answer.finish,
                     question=question,
+                    prompt_hash=key,
                 )
                 self.writer.append(made)
                 self.on_reply(made, answer)
-                record = self.writer.done[reply_id]
+                record = vars(made)
             said = record["text"] if turn.recorded is None else turn.recorded
             messages.append({"role": "assistant", "content": said})
 

@@ -1,4 +1,4 @@
-"""Keeping evaluation prompts out of training, and mixing the sources evenly."""
+"""Keeping evaluation prompts and repetitions out, and mixing the sources evenly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_dlite.training.prompts import BadRows, Prompt, content_text, read_jsonl
+from sglang_dlite.training.prompts import (
+    BadRows,
+    Prompt,
+    content_text,
+    conversation_hash,
+    read_jsonl,
+)
 
 
 def normalised(text: str) -> str:
@@ -57,6 +63,23 @@ def overlaps(text: str, excluded: set[str]) -> bool:
         or (len(text) >= _MIN_CONTAINED and text in other)
         for other in excluded
     )
+
+
+def without_repetitions(groups: Sequence[Sequence[Prompt]]) -> tuple[list[list[Prompt]], int]:
+    """The groups with each conversation once, under its first id, and how many were left out."""
+    seen: set[object] = set()
+    kept: list[list[Prompt]] = []
+    left_out = 0
+    for group in groups:
+        kept.append([])
+        for prompt in group:
+            turns = tuple((t.recorded, conversation_hash(t.messages)) for t in prompt.turns)
+            if turns in seen and not prompt.asks_itself:  # those have nothing to compare yet
+                left_out += 1
+                continue
+            seen.add(turns)
+            kept[-1].append(prompt)
+    return kept, left_out
 
 
 def interleave(groups: Sequence[Sequence[Prompt]]) -> list[Prompt]:

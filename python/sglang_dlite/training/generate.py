@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang_dlite.training.answering import Answer, Answering, AnsweringError, engine_ask
 from sglang_dlite.training.dataset import DatasetError, Description, ReplyRecord, ReplyWriter
-from sglang_dlite.training.exclusion import excluded_texts, interleave, overlaps
+from sglang_dlite.training.exclusion import (
+    excluded_texts,
+    interleave,
+    overlaps,
+    without_repetitions,
+)
 from sglang_dlite.training.prompts import (
     Prompt,
     PromptError,
@@ -115,7 +122,23 @@ def load_prompt_groups(args: argparse.Namespace) -> list[list[Prompt]]:
     groups = [load_prompts(spec, skip) for spec in args.prompts]
     groups += [load_hf_prompts(spec, skip) for spec in args.hf_dataset]
     groups += [load_sessions(path, args.rows, skip) for path in args.sessions]
-    return [group[: args.limit] for group in groups]
+    return _with_distinct_sources([group[: args.limit] for group in groups if group])
+
+
+def _with_distinct_sources(groups: list[list[Prompt]]) -> list[list[Prompt]]:
+    """Files of the same name get a number: neither their ids nor their figures may mix."""
+    taken: set[str] = set()
+    distinct = []
+    for group in groups:
+        source = name = group[0].source
+        numbers = itertools.count(2)
+        while name in taken:
+            name = f"{source}-{next(numbers)}"
+        taken.add(name)
+        distinct.append(
+            [replace(p, id=name + p.id.removeprefix(source), source=name) for p in group]
+        )
+    return distinct
 
 
 def run(args: argparse.Namespace) -> int:
@@ -160,7 +183,10 @@ def collect_prompts(args: argparse.Namespace, excluded: set[str]) -> list[Prompt
     dropped = sum(map(len, groups)) - sum(map(len, kept))
     if dropped:
         print(f"generate: {dropped} prompts overlap with --exclude, left out", file=sys.stderr)
-    prompts = interleave([group for group in kept if group])
+    once, repeated = without_repetitions(kept)
+    if repeated:
+        print(f"generate: {repeated} prompts occur more than once, made once", file=sys.stderr)
+    prompts = interleave([group for group in once if group])
     if not prompts:
         raise PromptError("no prompts: give --prompts, --hf-dataset, --sessions or --builtin")
     return prompts
@@ -213,9 +239,8 @@ def generate(args: argparse.Namespace) -> None:
         )
     description.bind(args.out)
     writer = ReplyWriter(args.out, f"part-{share}", args.format == "parquet", args.shard_size)
-    wanted = {f"{p.id}#{turn}" for p in prompts for turn in range(len(p.turns))}
-    bar = tqdm(total=len(wanted), desc="replies", unit="reply", smoothing=0.05)
-    bar.update(len(wanted & writer.done.keys()))
+    total = sum(len(prompt.turns) for prompt in prompts)
+    bar = tqdm(total=total, desc="replies", unit="reply", smoothing=0.05)
     tokens = 0
 
     def on_reply(record: ReplyRecord, _: Answer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import sys
 from collections.abc import Iterable
@@ -51,6 +52,15 @@ def conversation(
     """Messages to reply to, then further user messages: earlier replies are the target's own."""
     later = (Turn(({"role": "user", "content": text},)) for text in followups)
     return Prompt(id, source, (Turn(tuple(messages)), *later), category)
+
+
+def conversation_hash(messages: Iterable[Message]) -> str:
+    """What a reply is bound to: ids come back with another text, after an edit or a new count.
+
+    Of the text, not of its tokens: a chat template may put the day's date in.
+    """
+    text = json.dumps([[m["role"], m["content"]] for m in messages])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def single_turn(id: str, source: str, text: str) -> Prompt:

@@ -21,6 +21,7 @@ from sglang_dlite.training.exclusion import normalised, overlaps
 from sglang_dlite.training.prompts import Prompt, Turn
 from sglang_dlite.training.sessions import session_turns
 from sglang_dlite.training.stdlib_prompts import completion_prompts
+from sglang_dlite.training.storage import locked
 from transformers import AutoTokenizer
 
 from .conftest import VOCAB
@@ -293,6 +294,15 @@ def test_bad_arguments_are_reported(target: Path, tmp_path: Path, capsys) -> Non
         assert command.run(_args(target, out, *more)) == 1
         assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_two_runs_do_not_write_one_part(target: Path, tmp_path: Path, serve, capsys) -> None:
+    prompts, out = _prompt_file(tmp_path / "prompts.jsonl"), tmp_path / "out"
+    idle = serve(FakeEngine())
+    with locked(out, "part-0"):
+        assert command.run(_args(target, out, "--prompts", prompts)) == 1
+    assert "generate: another process is writing part-0" in capsys.readouterr().err
+    assert not idle.asked and not list(out.glob("*.json*"))
 
 
 def test_an_engine_that_refuses_a_prompt_is_reported(

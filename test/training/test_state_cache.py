@@ -17,7 +17,7 @@ from sglang_dlite.training.config import TrainConfig, from_dict
 from sglang_dlite.training.dataset import load_replies
 from sglang_dlite.training.state_cache import CachedStates
 from sglang_dlite.training.states import OnlineStates
-from sglang_dlite.training.storage import StorageError
+from sglang_dlite.training.storage import StorageError, locked
 from sglang_dlite.training.targets import FrozenTarget
 from sglang_dlite.training.train import train
 
@@ -196,6 +196,13 @@ def test_a_full_disk_is_named_and_the_cache_is_completed_afterwards(
     again = cache_states(config)
     for path in sorted(whole.glob("part-*")):
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_two_processes_do_not_write_one_part(target: Path, data_folder: Path, tmp_path) -> None:
+    config = _config(target, data_folder, tmp_path / "c")
+    with locked(tmp_path / "c", "part-0-of-1"), pytest.raises(StorageError, match="another proc"):
+        cache_states(config)
+    assert not (tmp_path / "c" / "cache.json").exists()
 
 
 def test_places_are_chosen_by_reply_and_seed() -> None:

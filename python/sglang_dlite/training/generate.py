@@ -29,7 +29,7 @@ from sglang_dlite.training.prompts import (
 )
 from sglang_dlite.training.provenance import without_folders
 from sglang_dlite.training.serving import add_engine_arguments, engine
-from sglang_dlite.training.storage import StorageError
+from sglang_dlite.training.storage import StorageError, locked
 from sglang_dlite.training.targets import TargetError
 
 BUILTIN = ("stdlib-code", "stdlib-agent", "chat", "self-instruct", "self-chat")
@@ -222,7 +222,6 @@ def describe(args: argparse.Namespace) -> Description:
 
 def generate(args: argparse.Namespace) -> None:
     """Answer this process's share of the prompts, keeping every reply as it comes."""
-    from tqdm import tqdm
     from transformers import AutoTokenizer
 
     from sglang_dlite.training.targets import target_path
@@ -237,8 +236,24 @@ def generate(args: argparse.Namespace) -> None:
             f"the tokenizer has {len(tokenizer)} tokens, the target's vocabulary "
             f"{description.vocab_size}: they do not belong together"
         )
-    description.bind(args.out)
-    writer = ReplyWriter(args.out, f"part-{share}", args.format == "parquet", args.shard_size)
+    with locked(args.out, f"part-{share}"):
+        description.bind(args.out)
+        parquet = args.format == "parquet"
+        writer = ReplyWriter(args.out, f"part-{share}", parquet, args.shard_size)
+        answer(args, prompts, excluded, tokenizer, writer)
+        writer.close()
+
+
+def answer(
+    args: argparse.Namespace,
+    prompts: list[Prompt],
+    excluded: set[str],
+    tokenizer: Any,
+    writer: ReplyWriter,
+) -> None:
+    """Give `writer` the replies that it lacks, behind a progress bar."""
+    from tqdm import tqdm
+
     total = sum(len(prompt.turns) for prompt in prompts)
     bar = tqdm(total=total, desc="replies", unit="reply", smoothing=0.05)
     tokens = 0
@@ -263,7 +278,6 @@ def generate(args: argparse.Namespace) -> None:
             unwanted=lambda text: overlaps(text, excluded),
         )  # fmt: skip
         running.loop.run_until_complete(answering.run(prompts, args.concurrency))
-    writer.close()
     bar.close()
     for reason, count in answering.skipped.items():
         print(f"generate: {count} replies were not made: {reason}", file=sys.stderr)

@@ -1,16 +1,44 @@
-"""Files that appear whole or not at all, and what is said when the disk is full."""
+"""Files that appear whole or not at all, written by one process, and what is said when the disk
+is full."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 
 class StorageError(RuntimeError):
     """A file could not be written; what was there before is intact."""
+
+
+@contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Be the only process that writes what `name` stands for in `folder`, which is made if need be.
+
+    Raises `StorageError` at once where another process does, or the folder refuses. The kernel ends the lock with the
+    process, however that ends; the file `.<name>.lock` stays, since removing it would let a third
+    process lock another file of the same name.
+    """
+    path = folder / f".{name}.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise StorageError(f"cannot write to {folder}: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"another process is writing {name} in {folder} (it holds {path}): wait for its "
+                "end or stop it, or use another folder."
+            ) from error
+        yield
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:

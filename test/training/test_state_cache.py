@@ -186,6 +186,24 @@ def test_lost_rows_are_an_error(target: Path, data_folder: Path, tmp_path: Path)
         cache_states(_config(target, data_folder, tmp_path / "c"))
 
 
+def test_a_line_that_was_removed_is_made_again(
+    target: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    config = _config(target, data_folder, tmp_path / "c")
+    folder = cache_states(config)
+    (part,) = folder.glob("*.jsonl")
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(b"".join(lines[:3] + lines[4:]))
+    cache_states(config)
+    replies = load_replies([data_folder], VOCAB)
+    assert all(
+        len(CachedStates(folder, replies, _spec(0)).places(r)) for r in replies if r.length > 1
+    )
+    again = part.read_bytes().splitlines(keepends=True)
+    assert again[:-1] == lines[:3] + lines[4:]
+    assert json.loads(again[-1])["id"] == json.loads(lines[3])["id"]
+
+
 def test_a_full_disk_is_named_and_the_cache_is_completed_afterwards(
     target: Path, data_folder: Path, tmp_path: Path, file_size_limit
 ) -> None:

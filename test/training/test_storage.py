@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sglang_dlite.training.storage import StorageError, locked
+from sglang_dlite.training.storage import StorageError, locked, read_lines
 
 HOLDER = """
 import sys, time
@@ -41,3 +41,16 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write to"), locked(tmp_path / "file", "part-0"):
         pass
+
+
+@pytest.mark.parametrize(
+    "line,problem",
+    [(b"", "Expecting value"), (b"{oops", ""), (b"\xff", ""), (b"3", "no JSON object")],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "part-0-00000.jsonl"
+    path.write_bytes(b'{"id": 1}\n' + line + b'\n{"id": 2}\n{"id"')
+    with pytest.raises(StorageError, match=rf"part-0-00000.jsonl, line 2: .*{problem}.*restore"):
+        read_lines(path)
+    path.write_bytes(b'{"id": 1}\n{"id": 2}\n{"id"')
+    assert read_lines(path) == [{"id": 1}, {"id": 2}]

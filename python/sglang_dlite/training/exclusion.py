@@ -10,6 +10,7 @@ from typing import Any
 from sglang_dlite.training.prompts import (
     BadRows,
     Prompt,
+    checked_messages,
     content_text,
     conversation_hash,
     read_jsonl,
@@ -31,7 +32,11 @@ def excluded_texts(specs: Iterable[str]) -> set[str]:
         rows = read_jsonl(Path(path), bad)
         total = len(rows) + len(bad.found)
         for number, row in rows:
-            found = {normalised(text) for text in _user_texts(row, column)} - {""}
+            try:
+                found = {normalised(text) for text in _user_texts(row, column)} - {""}
+            except ValueError as error:
+                bad.add(f"row {number}", str(error))
+                continue
             if not found:
                 bad.add(
                     f"row {number}",
@@ -45,7 +50,8 @@ def excluded_texts(specs: Iterable[str]) -> set[str]:
 def _user_texts(row: dict[str, Any], column: str) -> list[str]:
     value = row.get(column or "turns")
     if value is None and not column:
-        value = [content_text(m) for m in row.get("messages", []) if m.get("role") == "user"]
+        messages = checked_messages(row["messages"]) if "messages" in row else []
+        value = [content_text(m) for m in messages if m.get("role") == "user"]
     return [str(text) for text in value] if isinstance(value, list) else [str(value or "")]
 
 

@@ -183,3 +183,10 @@ def test_full_shards_of_before_prompts_had_a_hash_are_read(tmp_path: Path) -> No
     parquet.write_table(pyarrow.Table.from_pylist([record]), part.with_suffix(".parquet"))
     part.unlink()
     assert _ids(folder) == ["old#0"] and tokens_hash([4, 5]) in ReplyWriter(folder, "part-0").made
+
+
+def test_a_damaged_full_shard_is_named(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, ("a#0", [4, 5], [1]))
+    (folder / "part-0-00001.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DatasetError, match=r"part-0-00001\.parquet is damaged .* or remove it"):
+        load_replies([folder], VOCAB)

@@ -260,6 +260,26 @@ def test_files_of_the_same_name_do_not_mix(target: Path, tmp_path: Path, serve, 
     assert "2 prompts occur more than once, made once" in capsys.readouterr().err
 
 
+def test_the_prompts_of_a_data_set_can_be_left_out(
+    target: Path, tmp_path: Path, serve, capsys
+) -> None:
+    training, more = tmp_path / "training", ("--builtin", "self-instruct=3")
+    train = _questions(tmp_path / "train.jsonl", "one", "two")
+    _asked(target, serve, training, "--prompts", train, *more)
+    both = _questions(tmp_path / "both.jsonl", "two", "three")
+    exclude = ("--exclude", str(training))
+    asked = _asked(target, serve, tmp_path / "out", "--prompts", both, *more, *exclude)
+    assert "u:three<eos>a:" in asked and "u:two<eos>a:" not in asked
+    assert "1 prompts overlap with --exclude" in capsys.readouterr().err
+    known, found = ({tuple(p) for p, _ in _by_id(f).values()} for f in (training, tmp_path / "out"))
+    assert len(known) == 5 and len(found) == 4 and not known & found
+    part = training / "part-0-00000.jsonl"
+    part.write_text(part.read_text().replace("prompt_hash", "no_hash"))
+    args = _args(target, tmp_path / "other", "--prompts", both, *exclude)
+    assert command.run(args) == 1
+    assert "exclude its prompt files instead" in capsys.readouterr().err
+
+
 def test_the_chat_template_gets_its_arguments(target: Path, tmp_path: Path, serve) -> None:
     thinking = shutil.copytree(target, tmp_path / "thinking")
     tokenizer = AutoTokenizer.from_pretrained(target)

@@ -93,7 +93,7 @@ class Description:
             ) from error
 
 
-def tokens_hash(prompt_ids: Sequence[int]) -> str:
+def tokens_hash(prompt_ids: Sequence[int] | np.ndarray) -> str:
     """What a reply without `prompt_hash`, of an older data set, is found by."""
     return hashlib.sha256(np.asarray(prompt_ids, "<i4").tobytes()).hexdigest()
 
@@ -184,7 +184,27 @@ def _read_shard(path: Path) -> list[dict[str, Any]]:
         return read_lines(path)
     import pyarrow.parquet
 
-    return pyarrow.parquet.read_table(path).to_pylist()
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DatasetError(
+            f"{path} is damaged ({error}): restore or remove it; its replies are then made again"
+        ) from error
+
+
+def answered_prompts(folder: Path) -> set[str]:
+    """The `prompt_hash` of every reply. Raises `DatasetError` for a data set without them."""
+    Description.read(folder)
+    hashes = set()
+    for path in _shards(folder):
+        for record in _read_shard(path):
+            if not record.get("prompt_hash"):
+                raise DatasetError(
+                    f"--exclude {folder}: {path.name} is of before replies had a prompt_hash; "
+                    "exclude its prompt files instead"
+                )
+            hashes.add(record["prompt_hash"])
+    return hashes
 
 
 def load_replies(folders: Sequence[Path], vocab_size: int) -> list[Reply]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from sglang_dlite.training.dataset import answered_prompts
 from sglang_dlite.training.prompts import (
     BadRows,
     Prompt,
@@ -14,6 +15,7 @@ from sglang_dlite.training.prompts import (
     content_text,
     conversation_hash,
     read_jsonl,
+    single_turn,
 )
 
 
@@ -69,6 +71,29 @@ def overlaps(text: str, excluded: set[str]) -> bool:
         or (len(text) >= _MIN_CONTAINED and text in other)
         for other in excluded
     )
+
+
+class Exclusion(NamedTuple):
+    """What must not be answered."""
+
+    texts: set[str]  # normalised, of evaluation files
+    prompts: set[str]  # `conversation_hash`, of other data sets
+
+    @classmethod
+    def read(cls, specs: Sequence[str]) -> Exclusion:
+        """Of `--exclude`: `FILE[:FIELD]`, or the folder of a data set. Raises `PromptError` or
+        `DatasetError` for what would keep nothing out."""
+        files = [spec for spec in specs if not Path(spec).is_dir()]
+        folders = [Path(spec) for spec in specs if Path(spec).is_dir()]
+        return cls(excluded_texts(files), set().union(*map(answered_prompts, folders)))
+
+    def covers(self, prompt: Prompt) -> bool:
+        first = conversation_hash(prompt.turns[0].messages)
+        return first in self.prompts or overlaps(prompt.user_text(), self.texts)
+
+    def covers_question(self, text: str) -> bool:
+        """The same of what the target asks itself."""
+        return self.covers(single_turn("", "", text))
 
 
 def without_repetitions(groups: Sequence[Sequence[Prompt]]) -> tuple[list[list[Prompt]], int]:

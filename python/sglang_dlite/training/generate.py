@@ -14,9 +14,8 @@ from typing import Any
 from sglang_dlite.training.answering import Answer, Answering, AnsweringError, engine_ask
 from sglang_dlite.training.dataset import DatasetError, Description, ReplyRecord, ReplyWriter
 from sglang_dlite.training.exclusion import (
-    excluded_texts,
+    Exclusion,
     interleave,
-    overlaps,
     without_repetitions,
 )
 from sglang_dlite.training.prompts import (
@@ -50,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exclude",
         action="append",
         default=[],
-        metavar="FILE[:FIELD]",
+        metavar="FILE[:FIELD]|FOLDER",
         help="JSONL of evaluation prompts that must not be used (default FIELD: turns, or "
-        "messages); repeatable",
+        "messages), or a data set whose prompts must not; repeatable",
     )
     add("--max-new-tokens", type=int, default=256)
     add("--max-prompt-tokens", type=int, default=6144, help="longer prompts are left out")
@@ -158,8 +157,8 @@ def _self_asked(source: str, turns: int, count: int, seed: int) -> list[Prompt]:
     ]
 
 
-def collect_prompts(args: argparse.Namespace, excluded: set[str]) -> list[Prompt]:
-    """All prompts of a run in their order; what overlaps with the texts `excluded` is taken out.
+def collect_prompts(args: argparse.Namespace, excluded: Exclusion) -> list[Prompt]:
+    """All prompts of a run in their order; what is `excluded` is taken out.
 
     Deterministic for the same arguments. Sources are mixed so that any prefix is balanced.
     """
@@ -179,7 +178,7 @@ def collect_prompts(args: argparse.Namespace, excluded: set[str]) -> list[Prompt
         if name not in makers or not count.isdigit():
             raise PromptError(f"--builtin {item}: must be NAME=COUNT with NAME in {BUILTIN}")
         groups.append(makers[name](int(count), args.seed))
-    kept = [[p for p in group if not overlaps(p.user_text(), excluded)] for group in groups]
+    kept = [[p for p in group if not excluded.covers(p)] for group in groups]
     dropped = sum(map(len, groups)) - sum(map(len, kept))
     if dropped:
         print(f"generate: {dropped} prompts overlap with --exclude, left out", file=sys.stderr)
@@ -227,7 +226,7 @@ def generate(args: argparse.Namespace) -> None:
     from sglang_dlite.training.targets import target_path
 
     share, shares = parse_share(args.share)
-    excluded = excluded_texts(args.exclude)
+    excluded = Exclusion.read(args.exclude)
     prompts = collect_prompts(args, excluded)[share::shares]
     description = describe(args)
     tokenizer = AutoTokenizer.from_pretrained(target_path(args.target))
@@ -247,7 +246,7 @@ def generate(args: argparse.Namespace) -> None:
 def answer(
     args: argparse.Namespace,
     prompts: list[Prompt],
-    excluded: set[str],
+    excluded: Exclusion,
     tokenizer: Any,
     writer: ReplyWriter,
 ) -> None:
@@ -275,7 +274,7 @@ def answer(
         answering = Answering(
             engine_ask(running), tokenizer, writer, params, args.max_prompt_tokens, on_reply,
             on_skip=lambda count: bar.update(count), template=args.chat_template_kwargs,
-            unwanted=lambda text: overlaps(text, excluded),
+            unwanted=excluded.covers_question,
         )  # fmt: skip
         running.loop.run_until_complete(answering.run(prompts, args.concurrency))
     bar.close()

@@ -190,7 +190,8 @@ def _mapped(batch: AnchorBatch, change: Callable[[Tensor], Tensor]) -> AnchorBat
 
 
 def is_held_out(reply_id: str, percent: float) -> bool:
-    """Whether a reply belongs to the held-out share; all turns of a session go together."""
+    """Whether a reply belongs to the held-out share; all turns of a session go together, and so do
+    all replies to one prompt, whose ids begin alike (`load_replies`)."""
     session = reply_id.rsplit("#", 1)[0]
     digest = hashlib.sha256(session.encode()).digest()
     return int.from_bytes(digest[:4], "big") < percent / 100 * 2**32

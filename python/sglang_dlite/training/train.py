@@ -9,9 +9,9 @@ from pathlib import Path
 
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, DrafterConfigError
 from sglang_dlite.drafter.checkpoint import CheckpointError, save_drafter
-from sglang_dlite.training.cache_format import CacheError
 from sglang_dlite.training.config import TrainConfig, TrainConfigError, load_config
 from sglang_dlite.training.dataset import DatasetError
+from sglang_dlite.training.state_cache import CacheError
 from sglang_dlite.training.storage import StorageError
 from sglang_dlite.training.targets import TargetError, TargetShape, drafter_config, read_shape
 

@@ -153,3 +153,19 @@ def file_size_limit():
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     return limit
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch):
+    """serve(fake): `generate` gets it in place of an engine."""
+    from sglang_dlite.training import generate as command
+
+    def use(fake):
+        @contextlib.contextmanager
+        def engine(args, drafter=None):
+            yield fake
+
+        monkeypatch.setattr(command, "engine", engine)
+        return fake
+
+    return use

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
+from sglang_dlite.training.anchors import is_held_out
 from sglang_dlite.training.dataset import (
     DatasetError,
     Description,
@@ -13,6 +16,7 @@ from sglang_dlite.training.dataset import (
     ReplyWriter,
     fingerprint,
     load_replies,
+    tokens_hash,
 )
 from sglang_dlite.training.storage import StorageError
 
@@ -20,7 +24,18 @@ from .conftest import VOCAB, describe
 
 
 def _record(name: str, length: int = 3) -> ReplyRecord:
-    return ReplyRecord(name, "s", 0, "c", [1, 2], list(range(length)), f"text {name}", "stop")
+    prompt = [1, *name.encode()]
+    return ReplyRecord(name, "s", 0, "c", prompt, list(range(length)), f"text {name}", "stop")
+
+
+def _folder(folder: Path, *records: tuple[str, list[int], list[int]]) -> Path:
+    """A data set of these (id, prompt ids, reply ids)."""
+    describe().bind(folder)
+    writer = ReplyWriter(folder, "part-0")
+    for name, prompt, reply in records:
+        writer.append(ReplyRecord(name, "s", 0, "", prompt, reply, "", "stop"))
+    writer.close()
+    return folder
 
 
 def _ids(folder: Path) -> list[str]:
@@ -45,7 +60,11 @@ def test_a_kill_between_any_two_replies_loses_none(tmp_path: Path, parquet: bool
     suffixes = sorted(path.suffix for path in tmp_path.glob("part-*"))
     assert suffixes == ([".jsonl", ".parquet", ".parquet"] if parquet else [".jsonl"] * 3)
     reply = load_replies([tmp_path], VOCAB)[0]
-    assert reply.prompt_ids.tolist() == [1, 2] and reply.reply_ids.tolist() == [0, 1, 2]
+    assert reply.prompt_ids.tolist() == [1, *reply.id.encode()] and reply.reply_ids.tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_kill_during_conversion_leaves_no_duplicates(tmp_path: Path) -> None:
@@ -110,8 +129,6 @@ def test_what_is_no_data_set_is_named(tmp_path: Path, data_folder: Path) -> None
     (tmp_path / "format.json").write_text("{}")
     with pytest.raises(DatasetError, match="earlier trainer"):
         load_replies([tmp_path], VOCAB)
-    with pytest.raises(DatasetError, match="occurs twice"):
-        load_replies([data_folder, data_folder], VOCAB)
 
 
 def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
@@ -123,3 +140,53 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
     after = fingerprint([tmp_path])
     assert before.keys() == after.keys() and before != after
     assert json.loads((tmp_path / "dataset.json").read_text())["vocab_size"] == VOCAB
+
+
+def test_data_sets_with_the_same_ids_can_be_combined(tmp_path: Path, capsys) -> None:
+    first = _folder(tmp_path / "a", ("chat/0#0", [1], [5, 6]), ("chat/1#0", [2], [5, 6]))
+    second = _folder(
+        tmp_path / "b",
+        ("chat/0#0", [3], [5, 6]),  # another prompt
+        ("chat/1#0", [2], [5, 7]),  # another reply, as at a temperature
+        ("chat/2#0", [1], [5, 6]),  # the same as the first folder's chat/0#0
+        ("chat/3#0", [1], [8, 9]),  # another reply to its prompt
+    )
+    replies = load_replies([first, second], VOCAB)
+    assert "1 replies occur more than once" in capsys.readouterr().err
+    texts = [(r.prompt_ids.tolist(), r.reply_ids.tolist()) for r in replies]
+    assert texts == [([1], [5, 6]), ([2], [5, 6]), ([3], [5, 6]), ([2], [5, 7]), ([1], [8, 9])]
+    ids = [reply.id for reply in replies]
+    assert ids[:2] == ["chat/0#0", "chat/1#0"] and len(set(ids)) == 5
+    for percent in range(0, 100, 5):  # whatever is held out, one prompt is on one side
+        held = [is_held_out(name, percent) for name in ids]
+        assert held[0] == held[4] and held[1] == held[3]
+    assert load_replies([second], VOCAB)[0].id == "chat/0#0"
+
+
+def test_a_reply_is_found_by_its_prompt(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, ("old#0", [4, 5], [1]))  # as before prompts had a hash
+    writer = ReplyWriter(folder, "part-0")
+    writer.append(ReplyRecord("new#0", "s", 0, "", [6], [2], "", "stop", "", "1234"))
+    writer.close()
+    made = ReplyWriter(folder, "part-0").made
+    assert {key: record["id"] for key, record in made.items()} == {
+        tokens_hash([4, 5]): "old#0",
+        "1234": "new#0",
+    }
+
+
+def test_full_shards_of_before_prompts_had_a_hash_are_read(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, ("old#0", [4, 5], [1]))
+    part = folder / "part-0-00000.jsonl"
+    record = json.loads(part.read_text())
+    del record["prompt_hash"]
+    parquet.write_table(pyarrow.Table.from_pylist([record]), part.with_suffix(".parquet"))
+    part.unlink()
+    assert _ids(folder) == ["old#0"] and tokens_hash([4, 5]) in ReplyWriter(folder, "part-0").made
+
+
+def test_a_damaged_full_shard_is_named(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, ("a#0", [4, 5], [1]))
+    (folder / "part-0-00001.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DatasetError, match=r"part-0-00001\.parquet is damaged .* or remove it"):
+        load_replies([folder], VOCAB)

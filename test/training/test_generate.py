@@ -2,119 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import json
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 from sglang_dlite.training import generate as command
-from sglang_dlite.training.answering import Answer, Answering
-from sglang_dlite.training.dataset import Description, ReplyWriter, load_replies
-from sglang_dlite.training.prompts import Prompt, Turn
+from sglang_dlite.training.dataset import Description
 from sglang_dlite.training.sessions import session_turns
+from sglang_dlite.training.storage import locked
 from transformers import AutoTokenizer
 
-from .conftest import VOCAB
+from .fake_engine import FakeEngine, Killed, arguments, by_id, prompt_file
 from .test_sessions import MESSAGES
-
-
-class Killed(Exception):
-    """Whatever ends a run."""
-
-
-class FakeEngine:
-    """Answers with a function of the prompt; dies after `lives` answers."""
-
-    def __init__(self, lives: int = 10**9) -> None:
-        self.lives, self.asked, self.together, self.most = lives, [], 0, 0
-        self.loop = asyncio.new_event_loop()
-
-    async def async_generate(self, input_ids: list[int], sampling_params: dict) -> dict:
-        self.asked.append((input_ids, sampling_params))
-        number = len(self.asked)
-        self.together += 1
-        self.most = max(self.most, self.together)
-        for _ in range(len(input_ids) % 5 + 1):  # answers come in another order
-            await asyncio.sleep(0)
-        self.together -= 1
-        if len(self.asked) > self.lives:
-            raise Killed
-        ids = [65 + (sum(input_ids) + i) % 26 for i in range(20)]
-        if sampling_params["temperature"]:
-            ids[0] = 65 + number % 26
-        return {"output_ids": ids, "meta_info": {"finish_reason": {"type": "stop", "matched": 0}}}
-
-
-def _args(target: Path, out: Path, *more: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    fixed = ["--target", str(target), "--out", str(out), "--max-new-tokens", "20"]
-    return parser.parse_args([*fixed, "--concurrency", "3", *more])
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch):
-    """serve(fake): `generate` gets it in place of an engine."""
-
-    def use(fake: FakeEngine) -> FakeEngine:
-        @contextmanager
-        def engine(args, drafter=None):
-            yield fake
-
-        monkeypatch.setattr(command, "engine", engine)
-        return fake
-
-    return use
-
-
-def _prompt_file(path: Path) -> str:
-    turns = [["hi there"], ["one", "two", "three"], ["x" * 30], ["what?", "why?"]]
-    rows = [{"messages": [{"role": "user", "content": t} for t in session]} for session in turns]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def _by_id(out: Path) -> dict[str, tuple]:
-    replies = load_replies([out], VOCAB)
-    return {r.id: (r.prompt_ids.tolist(), r.reply_ids.tolist()) for r in replies}
 
 
 def test_a_killed_run_is_completed_without_loss_or_duplicates(
     target: Path, tmp_path: Path, serve
 ) -> None:
-    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    prompts = prompt_file(tmp_path / "prompts.jsonl")
     fake = serve(FakeEngine())
-    assert command.run(_args(target, tmp_path / "whole", "--prompts", prompts)) == 0
-    whole = _by_id(tmp_path / "whole")
+    assert command.run(arguments(target, tmp_path / "whole", "--prompts", prompts)) == 0
+    whole = by_id(tmp_path / "whole")
     assert sorted(whole) == sorted(
         f"prompts/{i}#{t}" for i, turns in enumerate((1, 3, 1, 2)) for t in range(turns)
     )
     assert 1 < fake.most <= 3
-    broken = _args(target, tmp_path / "broken", "--prompts", prompts)
+    broken = arguments(target, tmp_path / "broken", "--prompts", prompts)
     serve(FakeEngine(lives=4))
     with pytest.raises(Killed):
         command.run(broken)
-    kept = _by_id(tmp_path / "broken")
+    kept = by_id(tmp_path / "broken")
     assert 0 < len(kept) < 7 and kept.items() <= whole.items()
     again = serve(FakeEngine())
     assert command.run(broken) == 0
-    assert _by_id(tmp_path / "broken") == whole
+    assert by_id(tmp_path / "broken") == whole
     assert len(again.asked) == 7 - len(kept)
 
 
 def test_the_targets_own_reply_is_the_history(target: Path, tmp_path: Path, serve) -> None:
-    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    prompts = prompt_file(tmp_path / "prompts.jsonl")
     serve(FakeEngine())
-    assert command.run(_args(target, tmp_path / "out", "--prompts", prompts)) == 0
+    assert command.run(arguments(target, tmp_path / "out", "--prompts", prompts)) == 0
     tokenizer = AutoTokenizer.from_pretrained(target)
-    found = _by_id(tmp_path / "out")
+    found = by_id(tmp_path / "out")
     for _, reply in found.values():
         assert len(reply) == 21 and reply[-1] == 0  # the end-of-text token is a label too
     first, second = found["prompts/1#0"], found["prompts/1#1"]
@@ -126,9 +61,9 @@ def test_sessions_keep_the_recorded_history(target: Path, tmp_path: Path, serve)
     path = tmp_path / "agents.jsonl"
     path.write_text(json.dumps({"messages": MESSAGES, "source": {"repo": "r"}}) + "\n")
     serve(FakeEngine())
-    assert command.run(_args(target, tmp_path / "out", "--sessions", str(path))) == 0
+    assert command.run(arguments(target, tmp_path / "out", "--sessions", str(path))) == 0
     tokenizer = AutoTokenizer.from_pretrained(target)
-    found = _by_id(tmp_path / "out")
+    found = by_id(tmp_path / "out")
     assert sorted(found) == ["agents/0#0", "agents/0#1"]
     history = tokenizer.decode(found["agents/0#1"][0])
     assert "a:I look." in history and history.endswith("</tool_response><eos>a:")
@@ -148,53 +83,32 @@ def test_a_session_ends_where_its_history_is_too_long(target: Path, tmp_path: Pa
     path.write_text(json.dumps({"messages": MESSAGES}) + "\n")
     serve(FakeEngine())
     more = ("--sessions", str(path), "--max-prompt-tokens", "60")
-    assert command.run(_args(target, tmp_path / "out", *more)) == 0
-    assert list(_by_id(tmp_path / "out")) == ["agents/0#0"]
-
-
-def test_the_target_asks_itself(target: Path, tmp_path: Path, serve) -> None:
-    more = ("--builtin", "self-instruct=6")
-    fake = serve(FakeEngine(lives=7))
-    with pytest.raises(Killed):
-        command.run(_args(target, tmp_path / "out", *more))
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    header, params = fake.asked[0]
-    assert tokenizer.decode(header) == "u:" and params["temperature"] == 1.0
-    before = _by_id(tmp_path / "out")
-    serve(FakeEngine())
-    assert command.run(_args(target, tmp_path / "out", *more)) == 0
-    found = _by_id(tmp_path / "out")
-    assert len(found) == 6 and before.items() <= found.items()
-    lines = (tmp_path / "out/part-0-00000.jsonl").read_text().splitlines()
-    questions = [json.loads(line)["question"] for line in lines]
-    assert len(set(questions)) == 6 and all(len(q) >= 15 for q in questions)
-    for line in lines:
-        record = json.loads(line)
-        assert tokenizer.decode(record["prompt_ids"]) == f"u:{record['question']}<eos>a:"
+    assert command.run(arguments(target, tmp_path / "out", *more)) == 0
+    assert list(by_id(tmp_path / "out")) == ["agents/0#0"]
 
 
 def test_shares_divide_the_prompts(target: Path, tmp_path: Path, serve) -> None:
-    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    prompts = prompt_file(tmp_path / "prompts.jsonl")
     for share in ("0/2", "1/2"):
         serve(FakeEngine())
         more = ("--prompts", prompts, "--share", share, "--format", "parquet", "--shard-size", "2")
-        assert command.run(_args(target, tmp_path / "out", *more)) == 0
-    assert len(_by_id(tmp_path / "out")) == 7
+        assert command.run(arguments(target, tmp_path / "out", *more)) == 0
+    assert len(by_id(tmp_path / "out")) == 7
     idle = serve(FakeEngine())  # another number of shares: nothing is left to do
     more = ("--prompts", prompts, "--share", "0/1", "--format", "parquet")
-    assert command.run(_args(target, tmp_path / "out", *more)) == 0 and not idle.asked
+    assert command.run(arguments(target, tmp_path / "out", *more)) == 0 and not idle.asked
     assert list((tmp_path / "out").glob("*.parquet"))
     runs = Description.read(tmp_path / "out").provenance
     assert [run["arguments"]["share"] for run in runs] == ["0/2", "1/2", "0/1"]
 
 
 def test_evaluation_prompts_are_left_out(target: Path, tmp_path: Path, serve) -> None:
-    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    prompts = prompt_file(tmp_path / "prompts.jsonl")
     (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": ["HI, there!"]}) + "\n")
     serve(FakeEngine())
     more = ("--prompts", prompts, "--exclude", str(tmp_path / "eval.jsonl"))
-    assert command.run(_args(target, tmp_path / "out", *more)) == 0
-    assert not any(name.startswith("prompts/0#") for name in _by_id(tmp_path / "out"))
+    assert command.run(arguments(target, tmp_path / "out", *more)) == 0
+    assert not any(name.startswith("prompts/0#") for name in by_id(tmp_path / "out"))
 
 
 def test_the_chat_template_gets_its_arguments(target: Path, tmp_path: Path, serve) -> None:
@@ -202,22 +116,22 @@ def test_the_chat_template_gets_its_arguments(target: Path, tmp_path: Path, serv
     tokenizer = AutoTokenizer.from_pretrained(target)
     tokenizer.chat_template = "{% if not think %}quietly {% endif %}" + tokenizer.chat_template
     tokenizer.save_pretrained(thinking)
-    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    prompts = prompt_file(tmp_path / "prompts.jsonl")
     said = {}
     for name in ("true", "false"):
         serve(FakeEngine())
         args = ("--prompts", prompts, "--chat-template-kwargs", f'{{"think": {name}}}')
-        assert command.run(_args(thinking, tmp_path / name, *args)) == 0
-        said[name] = tokenizer.decode(_by_id(tmp_path / name)["prompts/0#0"][0])
+        assert command.run(arguments(thinking, tmp_path / name, *args)) == 0
+        said[name] = tokenizer.decode(by_id(tmp_path / name)["prompts/0#0"][0])
     assert said["false"] == "quietly " + said["true"]
-    args = _args(thinking, tmp_path / "true", "--prompts", prompts)
+    args = arguments(thinking, tmp_path / "true", "--prompts", prompts)
     assert command.run(args) == 1  # a data set holds one kind
 
 
 @pytest.mark.parametrize("text", ["think", "[1]"])
 def test_template_arguments_are_a_json_object(target: Path, tmp_path: Path, text: str) -> None:
     with pytest.raises(SystemExit):
-        _args(target, tmp_path, "--chat-template-kwargs", text)
+        arguments(target, tmp_path, "--chat-template-kwargs", text)
 
 
 def test_bad_arguments_are_reported(target: Path, tmp_path: Path, capsys) -> None:
@@ -228,9 +142,18 @@ def test_bad_arguments_are_reported(target: Path, tmp_path: Path, capsys) -> Non
         (("--builtin", "chat=3", "--share", "2/2"), "must be I/N"),
         ((), "no prompts"),
     ):
-        assert command.run(_args(target, out, *more)) == 1
+        assert command.run(arguments(target, out, *more)) == 1
         assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_two_runs_do_not_write_one_part(target: Path, tmp_path: Path, serve, capsys) -> None:
+    prompts, out = prompt_file(tmp_path / "prompts.jsonl"), tmp_path / "out"
+    idle = serve(FakeEngine())
+    with locked(out, "part-0"):
+        assert command.run(arguments(target, out, "--prompts", prompts)) == 1
+    assert "generate: another process is writing part-0" in capsys.readouterr().err
+    assert not idle.asked and not list(out.glob("*.json*"))
 
 
 def test_an_engine_that_refuses_a_prompt_is_reported(
@@ -241,26 +164,8 @@ def test_an_engine_that_refuses_a_prompt_is_reported(
             raise ValueError("too long")
 
     serve(Refusing())
-    assert command.run(_args(target, tmp_path / "out", "--builtin", "chat=3")) == 1
+    assert command.run(arguments(target, tmp_path / "out", "--builtin", "chat=3")) == 1
     assert "the engine refused a prompt: too long" in capsys.readouterr().err
-
-
-def test_repeated_questions_are_asked_again(target: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    answers = iter(["the same question?", "the same question?", "short", "another question?"])
-
-    async def ask(ids: list[int], params: dict) -> Answer:
-        text = next(answers) if params["temperature"] else "an answer"
-        return Answer(tokenizer.encode(text), "stop", {}, 0.0)
-
-    writer = ReplyWriter(tmp_path, "part-0")
-    prompts = [Prompt(f"q/{i}", "q", (Turn(()),), asks_itself=True) for i in range(2)]
-    answering = Answering(
-        ask, tokenizer, writer, {"temperature": 0}, 100, lambda *_: None, lambda _: None
-    )
-    asyncio.run(answering.run(prompts, 1))
-    questions = [record["question"] for record in writer.done.values()]
-    assert questions == ["the same question?", "another question?"]
 
 
 @pytest.mark.slow
@@ -282,7 +187,7 @@ def test_sigterm_ends_a_run_and_its_engine_at_once(target: Path, tmp_path: Path)
             run.terminate()  # with thousands of requests to come
         assert run.wait(60) == 143
     assert engine and not psutil.wait_procs(engine, timeout=30)[1]
-    assert 0 < len(_by_id(out)) < 5000
+    assert 0 < len(by_id(out)) < 5000
 
 
 @pytest.mark.slow
@@ -292,10 +197,10 @@ def test_a_real_engine_gives_the_greedy_replies_of_transformers(
 ) -> None:
     from .conftest import greedy
 
-    prompts = _prompt_file(tmp_path / "prompts.jsonl")
+    prompts = prompt_file(tmp_path / "prompts.jsonl")
     more = ("--prompts", prompts, "--max-total-tokens", "4096", "--context-length", "1024")
-    assert command.run(_args(target, tmp_path / "out", *more)) == 0
-    found = _by_id(tmp_path / "out")
+    assert command.run(arguments(target, tmp_path / "out", *more)) == 0
+    found = by_id(tmp_path / "out")
     assert len(found) == 7
     for prompt, reply in found.values():
         assert reply == greedy(hf_model, prompt, 20)

@@ -17,6 +17,7 @@ from sglang_dlite.training.prompts import (
     parse_share,
     single_turn,
 )
+from sglang_dlite.training.sessions import load_sessions
 from sglang_dlite.training.stdlib_prompts import (
     HELD_OUT,
     agent_prompts,
@@ -72,9 +73,65 @@ def test_bad_rows_are_counted_and_only_skipped_if_asked(tmp_path: Path, capsys) 
     assert "6 of 8 rows cannot be used" in capsys.readouterr().err
 
 
+def _both(load, message: str) -> list:
+    """`load(skip_bad)` refuses by name, and otherwise skips; returns what is left."""
+    with pytest.raises(PromptError, match=message):
+        load(False)
+    return load(True)
+
+
+def test_a_line_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"q": "good"}\n{"q": "caf\xe9"}\n{"q": "fine"}\n')
+    left = _both(
+        lambda skip: load_prompts(f"{path}:q", skip), "1 of 3 rows .* line 2: not UTF-8 .*--skip"
+    )
+    assert [(p.id, p.user_text()) for p in left] == [("rows/0", "good"), ("rows/2", "fine")]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "no gzip"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    rows = "".join(json.dumps({"q": f"question {i * 7919 % 1000}"}) + "\n" for i in range(2000))
+    data = bytearray(gzip.compress(rows.encode()))
+    if damage == "cut":
+        del data[len(data) // 2 :]
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 255
+    else:
+        data = bytearray(b"not compressed")
+    path.write_bytes(data)
+    left = _both(
+        lambda skip: load_prompts(f"{path}:q", skip), r"from line \d+ on: the file cannot be read"
+    )
+    assert len(left) < 2000 and all(p.user_text().startswith("question") for p in left)
+
+
+@pytest.mark.parametrize(
+    "messages,message",
+    [
+        (["hi"], r"the message 'hi' is no object"),
+        ([{"role": "user", "content": ["hi"]}], r"the content part 'hi' is no object"),
+        ([{"role": "user", "content": [{"text": 3}]}], r"the content part \{'text': 3\} is no"),
+        ("hi", "no 'messages' list"),
+    ],
+)
+def test_malformed_messages_are_bad_rows(tmp_path: Path, messages, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = [_user("good"), {"role": "assistant", "content": "x"}]
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (messages, good)))
+    (left,) = _both(lambda skip: load_prompts(str(path), skip), f"1 of 2 rows.*row 0: {message}")
+    assert left.id == "rows/1"
+    (left,) = _both(lambda skip: load_sessions(path, None, skip), f"row 0: {message}")
+    assert left.id == "rows/1"
+    with pytest.raises(PromptError, match=f"--exclude .*row 0: {message}"):
+        excluded_texts([str(path)])
+
+
 @pytest.mark.parametrize(
     "row,message",
     [
+        ({"q": None}, "the field holds None; must be text"),
         ({"a": 1}, "no field 'q'; has"),
         ({"q": ""}, "the field is empty"),
         ({"q": []}, "non-empty strings"),
@@ -123,9 +180,9 @@ def test_evaluation_prompts_are_recognised(tmp_path: Path) -> None:
         "the total price of three apples and four pears",
         "explain",
     ):
-        assert overlaps(single_turn("x", "s", text), excluded), text
+        assert overlaps(text, excluded), text
     for text in ("Explain gravity.", "What is the total price of two apples?"):
-        assert not overlaps(single_turn("x", "s", text), excluded), text
+        assert not overlaps(text, excluded), text
 
 
 def test_an_exclusion_that_would_keep_nothing_out_is_refused(tmp_path: Path) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from sglang_dlite.training import state_cache
 from sglang_dlite.training.anchors import AnchorSpec, Pick, is_held_out
+from sglang_dlite.training.cache_format import CacheError, CacheFormat, check_cache
 from sglang_dlite.training.cache_states import cache_states, choose_places
 from sglang_dlite.training.config import TrainConfig, from_dict
 from sglang_dlite.training.dataset import load_replies
-from sglang_dlite.training.state_cache import CachedStates, CacheError
+from sglang_dlite.training.state_cache import CachedStates
 from sglang_dlite.training.states import OnlineStates
-from sglang_dlite.training.storage import StorageError
+from sglang_dlite.training.storage import StorageError, locked
+from sglang_dlite.training.targets import FrozenTarget
+from sglang_dlite.training.train import train
 
 from .conftest import MODEL, VOCAB
 
@@ -132,7 +136,7 @@ def test_a_kill_loses_only_what_was_not_committed(
     if tear in ("arrays", "both"):
         record = json.loads(lines[6])
         for kind, rows in record["rows"].items():
-            size = state_cache.CacheFormat.read(broken).row_bytes(kind)
+            size = CacheFormat.read(broken).row_bytes(kind)
             with part.with_suffix(f".{kind}").open("rb+") as file:
                 file.truncate(rows * size + 7)
     again = cache_states(_config(target, data_folder, tmp_path / "broken"))
@@ -182,6 +186,24 @@ def test_lost_rows_are_an_error(target: Path, data_folder: Path, tmp_path: Path)
         cache_states(_config(target, data_folder, tmp_path / "c"))
 
 
+def test_a_line_that_was_removed_is_made_again(
+    target: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    config = _config(target, data_folder, tmp_path / "c")
+    folder = cache_states(config)
+    (part,) = folder.glob("*.jsonl")
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(b"".join(lines[:3] + lines[4:]))
+    cache_states(config)
+    replies = load_replies([data_folder], VOCAB)
+    assert all(
+        len(CachedStates(folder, replies, _spec(0)).places(r)) for r in replies if r.length > 1
+    )
+    again = part.read_bytes().splitlines(keepends=True)
+    assert again[:-1] == lines[:3] + lines[4:]
+    assert json.loads(again[-1])["id"] == json.loads(lines[3])["id"]
+
+
 def test_a_full_disk_is_named_and_the_cache_is_completed_afterwards(
     target: Path, data_folder: Path, tmp_path: Path, file_size_limit
 ) -> None:
@@ -194,9 +216,94 @@ def test_a_full_disk_is_named_and_the_cache_is_completed_afterwards(
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def test_two_processes_do_not_write_one_part(target: Path, data_folder: Path, tmp_path) -> None:
+    config = _config(target, data_folder, tmp_path / "c")
+    with locked(tmp_path / "c", "part-0-of-1"), pytest.raises(StorageError, match="another proc"):
+        cache_states(config)
+    assert not (tmp_path / "c" / "cache.json").exists()
+
+
 def test_places_are_chosen_by_reply_and_seed() -> None:
     assert choose_places(5, 8, 0, "a").tolist() == [0, 1, 2, 3, 4]
     chosen = choose_places(100, 8, 0, "a")
     assert len(set(chosen.tolist())) == 8 and np.all(np.diff(chosen) > 0)
     assert np.array_equal(chosen, choose_places(100, 8, 0, "a"))
     assert not np.array_equal(chosen, choose_places(100, 8, 0, "b"))
+
+
+def test_states_of_another_text_are_not_used_for_it(
+    target: Path, data_folder: Path, write_replies, frozen, tmp_path: Path, capsys
+) -> None:
+    folder = cache_states(_config(target, data_folder, tmp_path / "c"))
+    longer = write_replies(tmp_path / "longer", [15] * 30)  # the same ids and prompts
+    replies, spec = load_replies([longer], VOCAB), _spec(MODEL["window"])
+    none = CachedStates(folder, replies, spec)
+    known = load_replies([data_folder], VOCAB)
+    for reply, before in zip(replies, known, strict=True):
+        assert not len(none.places(reply)) or reply.content == before.content
+    with pytest.raises(CacheError, match=r"of \d+ replies, the first 'part-0/.*cache-states"):
+        train(_config(target, longer, tmp_path / "c"))
+    cache_states(_config(target, longer, tmp_path / "c"))
+    assert "other texts under the ids" in capsys.readouterr().err
+    online = OnlineStates(frozen, replies)
+    cached = CachedStates(folder, replies, spec)
+    picks = [Pick(i, cached.places(r)) for i, r in enumerate(replies) if r.length > 1]
+    assert len(picks) > 20 and all(len(pick.places) for pick in picks)
+    check_cache(folder, frozen, [replies[pick.reply] for pick in picks])
+    torch.testing.assert_close(
+        cached.batch(picks, spec).pivot_states.float(), online.batch(picks, spec).pivot_states,
+        atol=0.05, rtol=0.01,
+    )  # fmt: skip
+    before = load_replies([data_folder], VOCAB)  # it still serves those that it was made for
+    old = CachedStates(folder, before, spec)
+    assert all(len(old.places(reply)) for reply in before if reply.length > 1)
+
+
+def _without_hashes(folder: Path) -> None:
+    """Make a cache what it was before lines had a hash and `cache.json` the target's identity."""
+    (part,) = folder.glob("*.jsonl")
+    lines = [json.loads(line) for line in part.read_text().splitlines()]
+    for line in lines:
+        del line["content"]
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = json.loads((folder / "cache.json").read_text())
+    del found["target_weights"], found["target_dtype"]
+    (folder / "cache.json").write_text(json.dumps(found))
+
+
+def test_a_cache_without_hashes_stays_usable_where_its_rows_fit(
+    target: Path, data_folder: Path, write_replies, frozen, tmp_path: Path
+) -> None:
+    folder = cache_states(_config(target, data_folder, tmp_path / "c"))
+    _without_hashes(folder)
+    replies, spec = load_replies([data_folder], VOCAB), _spec(MODEL["window"])
+    cached = CachedStates(folder, replies, spec)
+    assert all(len(cached.places(reply)) for reply in replies if reply.length > 1)
+    sizes = {path: path.stat().st_size for path in folder.glob("part-*")}
+    cache_states(_config(target, data_folder, tmp_path / "c"))  # nothing is left to do
+    assert sizes == {path: path.stat().st_size for path in folder.glob("part-*")}
+    shorter = load_replies([write_replies(tmp_path / "shorter", [5] * 30)], VOCAB)
+    with pytest.raises(CacheError, match="another prompt or reply with the same id"):
+        check_cache(folder, frozen, shorter)
+
+
+def test_another_target_of_the_same_name_is_refused(
+    target: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """As a fine-tuned copy is: the same config, names and file sizes."""
+    from safetensors.torch import load_file, save_file
+
+    config = _config(target, data_folder, tmp_path / "c")
+    folder = cache_states(config)
+    tuned = shutil.copytree(target, tmp_path / "tuned" / target.name)
+    weights = load_file(tuned / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"] *= 1.01
+    save_file(weights, tuned / "model.safetensors", {"format": "pt"})
+    other = _config(tuned, data_folder, tmp_path / "c")
+    with pytest.raises(CacheError, match=r"target_weights is '\w+', now '\w+'.*data\.cache"):
+        cache_states(other)
+    with pytest.raises(CacheError, match="target_weights"):
+        train(other)
+    half = replace(config, target=replace(config.target, dtype="bfloat16"))
+    with pytest.raises(CacheError, match="target_dtype is 'float32', now 'bfloat16'"):
+        check_cache(folder, FrozenTarget.load(half.target), [])

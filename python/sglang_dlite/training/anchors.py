@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,13 @@ class Reply:
     @property
     def tokens(self) -> np.ndarray:
         return np.concatenate([self.prompt_ids, self.reply_ids])
+
+    @cached_property
+    def content(self) -> str:
+        """A hash of prompt and reply: ids may come back with another text."""
+        digest = hashlib.sha256(len(self.prompt_ids).to_bytes(8, "big"))
+        digest.update(self.tokens.astype("<i4").tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def places(self) -> np.ndarray:
@@ -182,7 +190,8 @@ def _mapped(batch: AnchorBatch, change: Callable[[Tensor], Tensor]) -> AnchorBat
 
 
 def is_held_out(reply_id: str, percent: float) -> bool:
-    """Whether a reply belongs to the held-out share; all turns of a session go together."""
+    """Whether a reply belongs to the held-out share; all turns of a session go together, and so do
+    all replies to one prompt, whose ids begin alike (`load_replies`)."""
     session = reply_id.rsplit("#", 1)[0]
     digest = hashlib.sha256(session.encode()).digest()
     return int.from_bytes(digest[:4], "big") < percent / 100 * 2**32

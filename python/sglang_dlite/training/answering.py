@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from sglang_dlite.training.dataset import ReplyRecord
-from sglang_dlite.training.prompts import Message, Prompt
+from sglang_dlite.training.dataset import ReplyRecord, tokens_hash
+from sglang_dlite.training.prompts import Message, Prompt, conversation_hash
 
 _QUESTION_TOKENS = 80
 _QUESTION_TRIES = 20
@@ -56,7 +57,8 @@ def engine_ask(engine: Any) -> Ask:
 class Keeper(Protocol):
     """Where replies go; `ReplyWriter` is one."""
 
-    done: dict[str, dict[str, Any]]  # by id
+    done: dict[str, dict[str, Any]]  # by id: what the target asked itself
+    made: dict[str, dict[str, Any]]  # by prompt, its `conversation_hash` or `tokens_hash`
 
     def append(self, record: ReplyRecord) -> None: ...
 
@@ -71,8 +73,11 @@ class Answering:
     params: dict[str, Any]  # of the replies
     max_prompt_tokens: int
     on_reply: Callable[[ReplyRecord, Answer], object]
-    on_skip: Callable[[int], object]  # so many replies will not be made
+    on_skip: Callable[[int], object]  # so many replies will not be made, or are there already
     template: dict[str, Any] = field(default_factory=dict)  # further arguments of the chat template
+    # Whether a question that the target asks itself must not be used.
+    unwanted: Callable[[str], bool] = lambda _: False
+    skipped: Counter[str] = field(default_factory=Counter)  # replies not made, by the reason
 
     def __post_init__(self) -> None:
         self._questions = {record["question"] for record in self.writer.done.values()}
@@ -100,17 +105,25 @@ class Answering:
         messages: list[Message] = []
         for number, turn in enumerate(prompt.turns):
             reply_id = f"{prompt.id}#{number}"
-            record = self.writer.done.get(reply_id)
-            question = ""
+            record, question = None, ""
             if prompt.asks_itself:
-                question = record["question"] if record else await self._question()
+                record = self.writer.done.get(reply_id)
+                question = record["question"] if record else await self._question(messages)
+                if not question:
+                    self._skip(prompt, number, "the target asked nothing usable")
+                    return
                 messages.append({"role": "user", "content": question})
             messages += turn.messages
-            if record is None:
-                ids = self.encode(messages)
-                if len(ids) > self.max_prompt_tokens:  # later turns are longer still
-                    self.on_skip(len(prompt.turns) - number)
-                    return
+            key = conversation_hash(messages)
+            record = record or self.writer.made.get(key)
+            ids = [] if record else self.encode(messages)
+            record = record or self.writer.made.get(tokens_hash(ids))
+            if record is not None:
+                self.on_skip(1)
+            elif len(ids) > self.max_prompt_tokens:  # later turns are longer still
+                self._skip(prompt, number, "the prompt is too long")
+                return
+            else:
                 answer = await self.ask(ids, self.params)
                 made = ReplyRecord(
                     id=reply_id,
@@ -122,12 +135,19 @@ class Answering:
                     text=self.tokenizer.decode(answer.ids, skip_special_tokens=True),
                     finish=answer.finish,
                     question=question,
+                    prompt_hash=key,
                 )
                 self.writer.append(made)
                 self.on_reply(made, answer)
-                record = self.writer.done[reply_id]
+                record = vars(made)
             said = record["text"] if turn.recorded is None else turn.recorded
             messages.append({"role": "assistant", "content": said})
+
+    def _skip(self, prompt: Prompt, number: int, reason: str) -> None:
+        """Give up on a conversation from turn `number` on."""
+        count = len(prompt.turns) - number
+        self.skipped[reason] += count
+        self.on_skip(count)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the target's reply begins."""
@@ -136,20 +156,25 @@ class Answering:
         )
         return list(self.tokenizer.encode(chat, add_special_tokens=False))
 
-    async def _question(self) -> str:
-        """A question that the target writes itself: the template's user header is the prompt."""
+    async def _question(self, history: Sequence[Message]) -> str:
+        """What the target says in the user's place: the prompt ends in the template's user header.
+
+        history: the conversation so far, empty for a first question. "" where `_QUESTION_TRIES`
+        brought nothing that is whole, new and wanted: a repeated or cut question is no new data.
+        """
         mark = "\u241f"
         chat = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], tokenize=False, **self.template
+            [*history, {"role": "user", "content": mark}], tokenize=False, **self.template
         )
-        header = list(self.tokenizer.encode(chat.split(mark)[0], add_special_tokens=False))
+        header = list(self.tokenizer.encode(chat.rpartition(mark)[0], add_special_tokens=False))
+        if len(header) > self.max_prompt_tokens:
+            return ""
         params = {"temperature": 1.0, "max_new_tokens": _QUESTION_TOKENS}
-        text = ""
         for _ in range(_QUESTION_TRIES):
             answer = await self.ask(header, params)
             text = self.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
             whole = answer.finish == "stop" and len(text) >= _QUESTION_MIN_CHARACTERS
-            if whole and text not in self._questions:
-                break
-        self._questions.add(text)
-        return text
+            if whole and text not in self._questions and not self.unwanted(text):
+                self._questions.add(text)
+                return text
+        return ""

@@ -14,7 +14,9 @@ import numpy as np
 from sglang_dlite.training.config import TrainConfig, TrainConfigError, load_config
 
 if TYPE_CHECKING:
-    from sglang_dlite.training.anchors import Reply
+    from sglang_dlite.training.anchors import AnchorSpec, Reply
+    from sglang_dlite.training.state_cache import CacheWriter
+    from sglang_dlite.training.states import OnlineStates
 
 _COMMIT_EVERY = 64  # replies
 _FORWARD_TOKENS = 2048  # in one pass: 1.7 times as fast as one reply of 200 tokens at a time
@@ -51,13 +53,14 @@ def choose_places(count: int, limit: int, seed: int, reply_id: str) -> np.ndarra
 def cache_states(config: TrainConfig, share: int = 0, shares: int = 1) -> Path:
     """Fill the cache of a config for this share of its replies; what is there already is kept."""
     import torch
-    from tqdm import tqdm
 
-    from sglang_dlite.training.anchors import AnchorSpec, Pick, TopLaw
+    from sglang_dlite.training.anchors import AnchorSpec
+    from sglang_dlite.training.cache_format import CacheFormat
     from sglang_dlite.training.dataset import load_replies
     from sglang_dlite.training.session import pick_device, usable
-    from sglang_dlite.training.state_cache import CacheFormat, CacheWriter
-    from sglang_dlite.training.states import OnlineStates, ReplyStates
+    from sglang_dlite.training.state_cache import CacheWriter
+    from sglang_dlite.training.states import OnlineStates
+    from sglang_dlite.training.storage import locked
     from sglang_dlite.training.targets import FrozenTarget, drafter_config, target_path
 
     if not config.data.top_k:
@@ -76,7 +79,6 @@ def cache_states(config: TrainConfig, share: int = 0, shares: int = 1) -> Path:
                 f"0..{target.shape.num_hidden_layers - 1}"
             )
     replies = load_replies([Path(f) for f in config.data.replies], target.shape.vocab_size)
-    source = OnlineStates(target, replies)
     folder = Path(config.data.cache)
     fmt = CacheFormat(
         target=Path(target_path(config.target.path)).name,
@@ -87,12 +89,43 @@ def cache_states(config: TrainConfig, share: int = 0, shares: int = 1) -> Path:
         window=window,
         anchors_per_reply=config.data.cached_anchors_per_reply,
         seed=config.optim.seed,
+        target_weights=target.fingerprint,
+        target_dtype=target.dtype,
     )
-    writer = CacheWriter(folder, f"part-{share}-of-{shares}", fmt)
     mine = [i for i in range(share, len(replies), shares) if usable(replies[i], config.data)]
+    part = f"part-{share}-of-{shares}"
+    with locked(folder, part):
+        writer = CacheWriter(folder, part, fmt)
+        _fill(writer, OnlineStates(target, replies), spec, mine, config)
+        writer.close()
+    return folder
+
+
+def _fill(
+    writer: CacheWriter,
+    source: OnlineStates,
+    spec: AnchorSpec,
+    mine: list[int],
+    config: TrainConfig,
+) -> None:
+    """Write the states of the replies `mine` that the cache lacks, behind a progress bar."""
+    import torch
+    from tqdm import tqdm
+
+    from sglang_dlite.training.anchors import Pick, TopLaw
+    from sglang_dlite.training.states import ReplyStates
+
+    replies = source.replies
     bar = tqdm(total=len(mine), desc="states", unit="reply", smoothing=0.05)
-    missing = [index for index in mine if replies[index].id not in writer.done]
+    missing = [index for index in mine if writer.index.find(replies[index]) is None]
     bar.update(len(mine) - len(missing))
+    stale = sum(writer.index.is_stale(replies[index]) for index in missing)
+    if stale:
+        print(
+            f"cache-states: {config.data.cache} has other texts under the ids of {stale} replies: "
+            "their states are added",
+            file=sys.stderr,
+        )
     for first in range(0, len(missing), _COMMIT_EVERY):
         for together in _of_like_length(missing[first : first + _COMMIT_EVERY], replies):
             picks = [Pick(i, _cached_places(replies[i], config)) for i in together]
@@ -105,9 +138,7 @@ def cache_states(config: TrainConfig, share: int = 0, shares: int = 1) -> Path:
                 writer.append(part, batch, (batch.law.ids[where], batch.law.logprobs[where]))
                 bar.update()
         writer.commit()
-    writer.close()
     bar.close()
-    return folder
 
 
 def _cached_places(reply: Reply, config: TrainConfig) -> np.ndarray:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,9 +23,6 @@ from sglang_dlite.training.storage import StorageError, read_lines, write_atomic
 
 DESCRIPTION = "dataset.json"
 _OLD_DESCRIPTION = "format.json"  # of the first, unreleased trainer
-_COLUMNS = (
-    "id", "source", "turn", "category", "prompt_ids", "reply_ids", "text", "finish", "question",
-)  # fmt: skip
 
 
 class DatasetError(ValueError):
@@ -35,7 +33,7 @@ class DatasetError(ValueError):
 class ReplyRecord:
     """One reply as it is stored."""
 
-    id: str  # "<prompt>#<turn>"
+    id: str  # "<prompt>#<turn>", for the reader; two prompts may have come by the same
     source: str
     turn: int
     category: str
@@ -44,6 +42,7 @@ class ReplyRecord:
     text: str
     finish: str  # stop or length
     question: str = ""  # what the target asked itself (self-instruct)
+    prompt_hash: str = ""  # `conversation_hash` of all that the reply follows
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,11 @@ class Description:
             ) from error
 
 
+def tokens_hash(prompt_ids: Sequence[int] | np.ndarray) -> str:
+    """What a reply without `prompt_hash`, of an older data set, is found by."""
+    return hashlib.sha256(np.asarray(prompt_ids, "<i4").tobytes()).hexdigest()
+
+
 class ReplyWriter:
     """Appends replies to one share of a data set, so that a kill loses none that was committed."""
 
@@ -102,17 +106,22 @@ class ReplyWriter:
     ) -> None:
         self._folder, self._share = folder, share
         self._parquet, self._shard_size = parquet, shard_size
-        self.done: dict[str, dict[str, Any]] = {}
+        self.done: dict[str, dict[str, Any]] = {}  # by id
+        self.made: dict[str, dict[str, Any]] = {}  # by prompt: its hash, or else `tokens_hash`
         self._lines: IO[bytes] | None = None
         for path in _shards(folder, f"{share}-*"):
             if path.suffix == ".jsonl" and path.with_suffix(".parquet").exists():
                 path.unlink()  # converted, but killed before it was removed
         for path in _shards(folder):  # of all shares: the number of shares may change
             for record in _read_shard(path):
-                self.done[record["id"]] = record
+                self._know(record)
         last = [path for path in _shards(folder, f"{share}-*") if path.suffix == ".jsonl"][-1:]
         self._number = len(_shards(folder, f"{share}-*")) - len(last)
         self._held: list[dict[str, Any]] = read_lines(last[0]) if last else []
+
+    def _know(self, record: dict[str, Any]) -> None:
+        self.done[record["id"]] = record
+        self.made[record.get("prompt_hash") or tokens_hash(record["prompt_ids"])] = record
 
     def append(self, record: ReplyRecord) -> None:
         """Write one reply and make it durable. Raises `StorageError` on a full disk."""
@@ -129,7 +138,7 @@ class ReplyWriter:
                 f"cannot write to {self._folder}: {error}. Free some space and run the same "
                 "command again: it continues with the next reply."
             ) from error
-        self.done[record.id] = value
+        self._know(value)
         self._held.append(value)
         if len(self._held) >= self._shard_size:
             self._finish_shard()
@@ -175,19 +184,44 @@ def _read_shard(path: Path) -> list[dict[str, Any]]:
         return read_lines(path)
     import pyarrow.parquet
 
-    return pyarrow.parquet.read_table(path, columns=list(_COLUMNS)).to_pylist()
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DatasetError(
+            f"{path} is damaged ({error}): restore or remove it; its replies are then made again"
+        ) from error
+
+
+def answered_prompts(folder: Path) -> set[str]:
+    """The `prompt_hash` of every reply. Raises `DatasetError` for a data set without them."""
+    Description.read(folder)
+    hashes = set()
+    for path in _shards(folder):
+        for record in _read_shard(path):
+            if not record.get("prompt_hash"):
+                raise DatasetError(
+                    f"--exclude {folder}: {path.name} is of before replies had a prompt_hash; "
+                    "exclude its prompt files instead"
+                )
+            hashes.add(record["prompt_hash"])
+    return hashes
 
 
 def load_replies(folders: Sequence[Path], vocab_size: int) -> list[Reply]:
-    """All replies of these data sets, in a fixed order.
+    """All replies of these data sets, in a fixed order, under ids of their own.
 
-    Raises `DatasetError` for an absent data set, a target of another vocabulary, a token outside
-    it, or an id that occurs twice.
+    A reply that occurs twice, prompt and all, is taken once; the number is reported. Another reply
+    to the same prompt, or to another prompt of the same id, is "<id>~<content>", <id> being that
+    of the first: so replies to one prompt are held out together.
+    Raises `DatasetError` for an absent data set, a target of another vocabulary, or a token
+    outside it.
     """
     if not folders:
         raise DatasetError("no data set given: set data.replies")
-    replies: list[Reply] = []
-    seen: set[str] = set()
+    replies: dict[str, Reply] = {}
+    first_ids: dict[str, str] = {}  # by prompt
+    contents: set[str] = set()
+    repeated = 0
     for folder in folders:
         found = Description.read(folder)
         if found.vocab_size != vocab_size:
@@ -198,13 +232,20 @@ def load_replies(folders: Sequence[Path], vocab_size: int) -> list[Reply]:
             )
         for path in _shards(folder):
             for record in _read_shard(path):
-                replies.append(_reply(record, path, vocab_size))
-                if record["id"] in seen:
-                    raise DatasetError(f"{path}: the reply {record['id']!r} occurs twice")
-                seen.add(record["id"])
+                reply = _reply(record, path, vocab_size)
+                if reply.content in contents:
+                    repeated += 1
+                    continue
+                contents.add(reply.content)
+                name = first_ids.setdefault(tokens_hash(reply.prompt_ids), reply.id)
+                if name in replies:
+                    name = f"{name}~{reply.content}"
+                replies[name] = replace(reply, id=name)
     if not replies:
         raise DatasetError(f"no replies in {', '.join(map(str, folders))}")
-    return replies
+    if repeated:
+        print(f"{repeated} replies occur more than once, taken once", file=sys.stderr)
+    return list(replies.values())
 
 
 def _reply(record: dict[str, Any], path: Path, vocab_size: int) -> Reply:

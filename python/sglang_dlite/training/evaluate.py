@@ -51,11 +51,13 @@ def run(args: argparse.Namespace) -> int:
 class Collected:
     """Replies in memory, with what the engine said of them."""
 
+    # Both stay empty: a prompt that occurs twice is measured twice.
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)
     replies: list[tuple[ReplyRecord, Answer]] = field(default_factory=list)
 
     def append(self, record: ReplyRecord) -> None:
-        self.done[record.id] = vars(record)
+        """`keep` gets it, with what the engine said of it."""
 
     def keep(self, record: ReplyRecord, answer: Answer) -> None:
         self.replies.append((record, answer))

@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure as Drawing
 
 from sglang_dlite.plot_style import COLOURS, MARKERS, svg
-from sglang_dlite.training.storage import read_lines, write_atomically
+from sglang_dlite.training.storage import StorageError, read_lines, write_atomically
 
 
 def learning_curve(run: Path) -> list[tuple[float, float]]:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{len(named)} curves: at most {len(COLOURS)} can be told apart")
     try:
         drawing = curves(named) if args.drawing == "curves" else contexts(named)
-    except ValueError as error:
+    except (ValueError, StorageError) as error:
         parser.error(str(error))
     write_atomically(args.out, lambda file: file.write(svg(drawing).encode()))
     return 0

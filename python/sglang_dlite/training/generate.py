@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang_dlite.training.answering import Answer, Answering, AnsweringError, engine_ask
 from sglang_dlite.training.dataset import DatasetError, Description, ReplyRecord, ReplyWriter
-from sglang_dlite.training.exclusion import excluded_texts, interleave, overlaps
+from sglang_dlite.training.exclusion import (
+    Exclusion,
+    interleave,
+    without_repetitions,
+)
 from sglang_dlite.training.prompts import (
     Prompt,
     PromptError,
@@ -21,10 +28,10 @@ from sglang_dlite.training.prompts import (
 )
 from sglang_dlite.training.provenance import without_folders
 from sglang_dlite.training.serving import add_engine_arguments, engine
-from sglang_dlite.training.storage import StorageError
+from sglang_dlite.training.storage import StorageError, locked
 from sglang_dlite.training.targets import TargetError
 
-BUILTIN = ("stdlib-code", "stdlib-agent", "chat", "self-instruct")
+BUILTIN = ("stdlib-code", "stdlib-agent", "chat", "self-instruct", "self-chat")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exclude",
         action="append",
         default=[],
-        metavar="FILE[:FIELD]",
+        metavar="FILE[:FIELD]|FOLDER",
         help="JSONL of evaluation prompts that must not be used (default FIELD: turns, or "
-        "messages); repeatable",
+        "messages), or a data set whose prompts must not; repeatable",
     )
     add("--max-new-tokens", type=int, default=256)
     add("--max-prompt-tokens", type=int, default=6144, help="longer prompts are left out")
@@ -114,7 +121,23 @@ def load_prompt_groups(args: argparse.Namespace) -> list[list[Prompt]]:
     groups = [load_prompts(spec, skip) for spec in args.prompts]
     groups += [load_hf_prompts(spec, skip) for spec in args.hf_dataset]
     groups += [load_sessions(path, args.rows, skip) for path in args.sessions]
-    return [group[: args.limit] for group in groups]
+    return _with_distinct_sources([group[: args.limit] for group in groups if group])
+
+
+def _with_distinct_sources(groups: list[list[Prompt]]) -> list[list[Prompt]]:
+    """Files of the same name get a number: neither their ids nor their figures may mix."""
+    taken: set[str] = set()
+    distinct = []
+    for group in groups:
+        source = name = group[0].source
+        numbers = itertools.count(2)
+        while name in taken:
+            name = f"{source}-{next(numbers)}"
+        taken.add(name)
+        distinct.append(
+            [replace(p, id=name + p.id.removeprefix(source), source=name) for p in group]
+        )
+    return distinct
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,8 +149,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def collect_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """All prompts of a run in their order, evaluation prompts taken out.
+def _self_asked(source: str, turns: int, count: int, seed: int) -> list[Prompt]:
+    """Conversations in which the target writes the user's messages as well."""
+    return [
+        Prompt(f"{source}-{seed}/{i}", source, (Turn(()),) * turns, asks_itself=True)
+        for i in range(count)
+    ]
+
+
+def collect_prompts(args: argparse.Namespace, excluded: Exclusion) -> list[Prompt]:
+    """All prompts of a run in their order; what is `excluded` is taken out.
 
     Deterministic for the same arguments. Sources are mixed so that any prefix is balanced.
     """
@@ -138,10 +169,8 @@ def collect_prompts(args: argparse.Namespace) -> list[Prompt]:
         "stdlib-code": completion_prompts,
         "stdlib-agent": agent_prompts,
         "chat": chat_prompts,
-        "self-instruct": lambda count, seed: [
-            Prompt(f"self-instruct-{seed}/{i}", "self-instruct", (Turn(()),), asks_itself=True)
-            for i in range(count)
-        ],
+        "self-instruct": partial(_self_asked, "self-instruct", 1),
+        "self-chat": partial(_self_asked, "self-chat", 2),
     }
     groups = load_prompt_groups(args)
     for item in args.builtin:
@@ -149,12 +178,14 @@ def collect_prompts(args: argparse.Namespace) -> list[Prompt]:
         if name not in makers or not count.isdigit():
             raise PromptError(f"--builtin {item}: must be NAME=COUNT with NAME in {BUILTIN}")
         groups.append(makers[name](int(count), args.seed))
-    excluded = excluded_texts(args.exclude)
-    kept = [[p for p in group if not overlaps(p, excluded)] for group in groups]
+    kept = [[p for p in group if not excluded.covers(p)] for group in groups]
     dropped = sum(map(len, groups)) - sum(map(len, kept))
     if dropped:
         print(f"generate: {dropped} prompts overlap with --exclude, left out", file=sys.stderr)
-    prompts = interleave([group for group in kept if group])
+    once, repeated = without_repetitions(kept)
+    if repeated:
+        print(f"generate: {repeated} prompts occur more than once, made once", file=sys.stderr)
+    prompts = interleave([group for group in once if group])
     if not prompts:
         raise PromptError("no prompts: give --prompts, --hf-dataset, --sessions or --builtin")
     return prompts
@@ -190,13 +221,13 @@ def describe(args: argparse.Namespace) -> Description:
 
 def generate(args: argparse.Namespace) -> None:
     """Answer this process's share of the prompts, keeping every reply as it comes."""
-    from tqdm import tqdm
     from transformers import AutoTokenizer
 
     from sglang_dlite.training.targets import target_path
 
     share, shares = parse_share(args.share)
-    prompts = collect_prompts(args)[share::shares]
+    excluded = Exclusion.read(args.exclude)
+    prompts = collect_prompts(args, excluded)[share::shares]
     description = describe(args)
     tokenizer = AutoTokenizer.from_pretrained(target_path(args.target))
     if len(tokenizer) > description.vocab_size:
@@ -204,11 +235,26 @@ def generate(args: argparse.Namespace) -> None:
             f"the tokenizer has {len(tokenizer)} tokens, the target's vocabulary "
             f"{description.vocab_size}: they do not belong together"
         )
-    description.bind(args.out)
-    writer = ReplyWriter(args.out, f"part-{share}", args.format == "parquet", args.shard_size)
-    wanted = {f"{p.id}#{turn}" for p in prompts for turn in range(len(p.turns))}
-    bar = tqdm(total=len(wanted), desc="replies", unit="reply", smoothing=0.05)
-    bar.update(len(wanted & writer.done.keys()))
+    with locked(args.out, f"part-{share}"):
+        description.bind(args.out)
+        parquet = args.format == "parquet"
+        writer = ReplyWriter(args.out, f"part-{share}", parquet, args.shard_size)
+        answer(args, prompts, excluded, tokenizer, writer)
+        writer.close()
+
+
+def answer(
+    args: argparse.Namespace,
+    prompts: list[Prompt],
+    excluded: Exclusion,
+    tokenizer: Any,
+    writer: ReplyWriter,
+) -> None:
+    """Give `writer` the replies that it lacks, behind a progress bar."""
+    from tqdm import tqdm
+
+    total = sum(len(prompt.turns) for prompt in prompts)
+    bar = tqdm(total=total, desc="replies", unit="reply", smoothing=0.05)
     tokens = 0
 
     def on_reply(record: ReplyRecord, _: Answer) -> None:
@@ -228,7 +274,9 @@ def generate(args: argparse.Namespace) -> None:
         answering = Answering(
             engine_ask(running), tokenizer, writer, params, args.max_prompt_tokens, on_reply,
             on_skip=lambda count: bar.update(count), template=args.chat_template_kwargs,
+            unwanted=excluded.covers_question,
         )  # fmt: skip
         running.loop.run_until_complete(answering.run(prompts, args.concurrency))
-    writer.close()
     bar.close()
+    for reason, count in answering.skipped.items():
+        print(f"generate: {count} replies were not made: {reason}", file=sys.stderr)

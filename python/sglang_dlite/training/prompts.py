@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +55,15 @@ def conversation(
     return Prompt(id, source, (Turn(tuple(messages)), *later), category)
 
 
+def conversation_hash(messages: Iterable[Message]) -> str:
+    """What a reply is bound to: ids come back with another text, after an edit or a new count.
+
+    Of the text, not of its tokens: a chat template may put the day's date in.
+    """
+    text = json.dumps([[m["role"], m["content"]] for m in messages])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def single_turn(id: str, source: str, text: str) -> Prompt:
     """A prompt of one user message (the chat template adds the target's default system prompt)."""
     return conversation(id, source, [{"role": "user", "content": text}])
@@ -86,27 +97,37 @@ Row = tuple[int, dict[str, Any]]  # (row number from 0, object)
 
 def read_jsonl(path: Path, bad: BadRows) -> list[Row]:
     """The objects of a JSONL file, gzip-compressed if it is named `.gz`. Empty and malformed lines
-    are added to `bad`."""
+    are added to `bad`, and what lies behind damage of the compression, as one."""
     if not path.is_file():
         raise PromptError(f"prompt file '{path}' does not exist")
     rows: list[Row] = []
     opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            where = f"line {number + 1}"
-            if not line.strip():
-                bad.add(where, "empty")
-                continue
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                bad.add(where, f"not JSON ({error})")
-                continue
-            if isinstance(value, dict):
-                rows.append((number, value))
-            else:
-                bad.add(where, "no JSON object")
+    number = -1
+    with opener(path, "rb") as lines:
+        try:
+            for number, line in enumerate(lines):
+                _read_line(number, line, rows, bad)
+        except (OSError, EOFError, zlib.error) as error:  # BadGzipFile is an OSError
+            bad.add(f"from line {number + 2} on", f"the file cannot be read ({error})")
     return rows
+
+
+def _read_line(number: int, line: bytes, rows: list[Row], bad: BadRows) -> None:
+    where = f"line {number + 1}"
+    if not line.strip():
+        bad.add(where, "empty")
+        return
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        bad.add(where, f"not UTF-8 ({error})")
+    except ValueError as error:
+        bad.add(where, f"not JSON ({error})")
+    else:
+        if isinstance(value, dict):
+            rows.append((number, value))
+        else:
+            bad.add(where, "no JSON object")
 
 
 def load_prompts(spec: str, skip_bad: bool = False) -> list[Prompt]:
@@ -154,9 +175,9 @@ def _parse(name: str, source: str, row: dict[str, Any], column: str) -> Prompt:
             raise ValueError(f"no field {column!r}; has {sorted(row)}")
         first, *followups = _texts(row[column])
         return conversation(name, source, [{"role": "user", "content": first}], followups, category)
-    messages = row.get("messages")
-    if not isinstance(messages, list):
+    if "messages" not in row:
         raise ValueError("no 'messages' list; give FILE:FIELD to use a text field")
+    messages = checked_messages(row["messages"])
     system = [m for m in messages if m.get("role") == "system"][:1]
     users = [content_text(m) for m in messages if m.get("role") in ("user", "tool")]
     users = [text for text in users if text]
@@ -173,7 +194,9 @@ def _texts(value: Any) -> list[str]:
         if not value or not all(isinstance(text, str) and text for text in value):
             raise ValueError("the field must hold user turns: non-empty strings")
         return value
-    text = str(value).strip()
+    if not isinstance(value, str):
+        raise ValueError(f"the field holds {value!r:.40}; must be text, or a list of user turns")
+    text = value.strip()
     if text.startswith('"""') and text.endswith('"""'):
         text = text[3:-3].strip()
     if not text:
@@ -181,11 +204,24 @@ def _texts(value: Any) -> list[str]:
     return [text]
 
 
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """A row's OpenAI-style messages. Raises ValueError for what are none."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("no 'messages' list")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError(f"the message {message!r:.40} is no object with role and content")
+    return messages
+
+
 def content_text(message: dict[str, Any]) -> str:
-    """A message's text; of OpenAI's content parts the text ones."""
+    """A message's text; of OpenAI's content parts the text ones. Raises ValueError for others."""
     content = message.get("content") or ""
     if isinstance(content, list):
-        content = "\n".join(part.get("text", "") for part in content)
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text") or "", str):
+                raise ValueError(f"the content part {part!r:.40} is no object with a type and text")
+        content = "\n".join(part.get("text") or "" for part in content)
     return str(content).strip()
 
 

@@ -17,6 +17,7 @@ from sglang_dlite.training.prompts import (
     Message,
     Prompt,
     Turn,
+    checked_messages,
     content_text,
     parse_share,
     read_jsonl,
@@ -64,11 +65,9 @@ def session_turns(messages: Any, tools: Any = None) -> tuple[Turn, ...]:
 
     Raises ValueError where there is no assistant message after a user's.
     """
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("no 'messages' list")
     turns: list[Turn] = []
     waiting: list[Message] = []
-    for message in messages:
+    for message in checked_messages(messages):
         plain = _plain(message, bool(turns or waiting))
         if plain["role"] != "assistant":
             _join(waiting, plain)

@@ -1,7 +1,7 @@
 """States and laws on disk, for the chosen anchors only.
 
 A cache is a folder with `cache.json` (what it was made for) and parts. A part has one line per
-reply in `.jsonl`, and arrays of rows in the order of the lines:
+reply in `.jsonl`, with a hash of its tokens, and arrays of rows in the order of the lines:
     .states    bfloat16 [S, h]   pivot states, one row per chosen anchor
     .topids    int32    [M]      the likeliest next tokens, best first: one row per law needed
     .toplogp   float16  [M]      their log-probabilities under the target
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,75 +24,9 @@ import torch
 from torch import Tensor
 
 from sglang_dlite.training.anchors import AnchorBatch, AnchorSpec, Pick, Reply, concatenate
+from sglang_dlite.training.cache_format import CacheEntry, CacheError, CacheFormat, CacheIndex
 from sglang_dlite.training.states import ReplyStates
-from sglang_dlite.training.storage import StorageError, read_lines, write_json
-
-
-class CacheError(ValueError):
-    """A cache is absent, damaged, or made for something else."""
-
-
-@dataclass(frozen=True)
-class CacheFormat:
-    """What a cache was made for; kept in `cache.json`."""
-
-    target: str
-    target_layer_ids: tuple[int, ...]
-    hidden_size: int
-    num_drafts: int
-    top_k: int
-    window: int
-    anchors_per_reply: int
-    seed: int
-
-    def row_bytes(self, kind: str) -> int:
-        return {
-            "states": 2 * len(self.target_layer_ids) * self.hidden_size,
-            "topids": 4 * self.top_k,
-            "toplogp": 2 * self.top_k,
-            "window": 2 * 3 * self.hidden_size,
-        }[kind]
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return ("states", "topids", "toplogp", *(("window",) if self.window else ()))
-
-    def bind(self, folder: Path) -> None:
-        """Write into a new cache, or raise `CacheError` if the one there has another format."""
-        path = folder / "cache.json"
-        mine = json.loads(json.dumps(asdict(self)))
-        if not path.exists():
-            write_json(path, mine)
-            return
-        found = json.loads(path.read_text())
-        differing = sorted(k for k in mine if found.get(k) != mine[k])
-        if differing:
-            raise CacheError(
-                f"{folder} was made with other settings: "
-                + "; ".join(f"{k} is {found.get(k)!r}, now {mine[k]!r}" for k in differing)
-                + ". Set data.cache to another folder, or restore the settings."
-            )
-
-    @classmethod
-    def read(cls, folder: Path) -> CacheFormat:
-        try:
-            found = json.loads((folder / "cache.json").read_text())
-        except OSError as error:
-            raise CacheError(
-                f"{folder} is no state cache: run `sglang-dlite cache-states CONFIG` first, or set "
-                "data.states=online"
-            ) from error
-        found["target_layer_ids"] = tuple(found["target_layer_ids"])
-        return cls(**found)
-
-
-def _row_counts(record: dict[str, Any]) -> dict[str, int]:
-    return {
-        "states": len(record["places"]),
-        "topids": record["laws"],
-        "toplogp": record["laws"],
-        "window": record["seen"],
-    }
+from sglang_dlite.training.storage import StorageError, read_lines
 
 
 class CacheWriter:
@@ -100,15 +34,16 @@ class CacheWriter:
 
     def __init__(self, folder: Path, part: str, fmt: CacheFormat) -> None:
         fmt.bind(folder)
-        self._fmt, self._stem = fmt, folder / part
-        records = read_lines(self._stem.with_suffix(".jsonl"))
-        self.done = {  # of all parts: the number of shares may change
-            record["id"] for lines in folder.glob("*.jsonl") for record in read_lines(lines)
-        }
-        self._rows = {
-            kind: sum(_row_counts(record)[kind] for record in records) for kind in fmt.kinds
-        }
+        self._stem = folder / part
         lines = self._stem.with_suffix(".jsonl")
+        self.index = CacheIndex(fmt)  # of all parts: the number of shares may change
+        self._rows = dict.fromkeys(fmt.kinds, 0)
+        for path in folder.glob("*.jsonl"):
+            for line in read_lines(path):
+                entry = CacheEntry(line, {})
+                self.index.add(entry)
+                if path == lines:
+                    self._rows = entry.end
         kept = lines.read_bytes().rfind(b"\n") + 1 if lines.exists() else 0
         self._files: dict[str, IO[bytes]] = {}
         for kind in fmt.kinds:
@@ -131,6 +66,7 @@ class CacheWriter:
             arrays["window"] = batch.window.features.bfloat16().view(torch.int16).numpy()
         record = {
             "id": part.reply.id,
+            "content": part.reply.content,
             "places": part.places.tolist(),
             "laws": len(part.laws),
             "seen": len(part.seen),
@@ -139,7 +75,6 @@ class CacheWriter:
         self._guard(lambda: self._write(arrays, record))
         for kind, array in arrays.items():
             self._rows[kind] += len(array)
-        self.done.add(part.reply.id)
 
     def _write(self, arrays: dict[str, np.ndarray], record: dict[str, Any]) -> None:
         for kind, array in arrays.items():
@@ -181,18 +116,6 @@ def _append_after(path: Path, size: int) -> IO[bytes]:
     return file
 
 
-class _Entry:
-    """Where one reply lies in the arrays of a part."""
-
-    def __init__(self, record: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        self.places = np.array(record["places"], dtype=np.int64)
-        self._record, self._arrays = record, arrays
-
-    def rows(self, kind: str) -> np.ndarray:
-        start = self._record["rows"][kind]
-        return self._arrays[kind][start : start + _row_counts(self._record)[kind]]
-
-
 class CachedStates:
     """A `StateSource` that reads a cache. Replies that it lacks have no places.
 
@@ -220,13 +143,15 @@ class CachedStates:
                     f"{folder}: {name} is {mine}, the cache was made for {held}. Set data.cache to "
                     "a new folder, and run cache-states with these settings."
                 )
-        self._entries: dict[str, _Entry] = {}
+        index = CacheIndex(self.format)
         for lines in sorted(folder.glob("*.jsonl")):
             arrays = {
                 kind: self._map(lines.with_suffix(f".{kind}"), kind) for kind in self.format.kinds
             }
-            for record in read_lines(lines):
-                self._entries[record["id"]] = _Entry(record, arrays)
+            for line in read_lines(lines):
+                index.add(CacheEntry(line, arrays))
+        found = {reply.id: index.find(reply) for reply in replies}
+        self._entries = {name: entry for name, entry in found.items() if entry is not None}
 
     def _map(self, path: Path, kind: str) -> np.ndarray:
         fmt, count = self.format, path.stat().st_size // self.format.row_bytes(kind)

@@ -1,16 +1,44 @@
-"""Files that appear whole or not at all, and what is said when the disk is full."""
+"""Files that appear whole or not at all, written by one process, and what is said when the disk
+is full."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 
 class StorageError(RuntimeError):
-    """A file could not be written; what was there before is intact."""
+    """A file could not be written, and what was there before is intact; or it cannot be read."""
+
+
+@contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Be the only process that writes what `name` stands for in `folder`, which is made if need be.
+
+    Raises `StorageError` at once where another process does, or the folder refuses. The kernel ends
+    the lock with the process, however that ends; the file `.<name>.lock` stays, since removing it
+    would let a third process lock another file of the same name.
+    """
+    path = folder / f".{name}.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise StorageError(f"cannot write to {folder}: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"another process is writing {name} in {folder} (it holds {path}): wait for its "
+                "end or stop it, or use another folder."
+            ) from error
+        yield
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -42,8 +70,27 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of the complete lines of a file; a torn last line is left out."""
+    """The JSON objects of the complete lines of a file; a torn last line is left out.
+
+    Raises `StorageError` for a damaged line, which none of our commands leaves behind.
+    """
     if not path.exists():
         return []
     data = path.read_bytes()
-    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    values = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:  # UnicodeDecodeError is one
+            raise _damaged(path, number, str(error)) from error
+        if not isinstance(value, dict):
+            raise _damaged(path, number, "no JSON object")
+        values.append(value)
+    return values
+
+
+def _damaged(path: Path, number: int, problem: str) -> StorageError:
+    return StorageError(
+        f"{path}, line {number}: {problem}. The file was damaged outside of this program: restore "
+        "it, or remove the line; what it held is then made again."
+    )

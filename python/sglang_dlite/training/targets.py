@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ SUPPORTED_TARGETS = (
 )
 
 _LAW_ROWS = 256  # rows of full-vocabulary logits at a time
+_FINGERPRINT_VALUES = 256  # of each weight
 
 
 class TargetError(ValueError):
@@ -188,6 +190,21 @@ class FrozenTarget:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def dtype(self) -> str:
+        """As `target.dtype` has it."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash over a sample of every weight, cheap: a fine-tuned copy has the names, shapes and
+        file sizes of its origin."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.model.named_parameters()):
+            sample = weight.detach().flatten()[:_FINGERPRINT_VALUES].float().cpu().numpy()
+            digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def embedding(self) -> Tensor:

@@ -79,11 +79,15 @@ def dry_run(config: TrainConfig) -> Path | None:
 
 def train(config: TrainConfig) -> Path:
     """Run all stages; returns the folder of the exported drafter (or of the teacher alone)."""
-    from sglang_dlite.training.session import Session
+    from sglang_dlite.training.cache_format import check_cache
+    from sglang_dlite.training.session import Session, usable
 
     announce(config)
     session = Session(config)
     try:
+        if config.data.states == "cache":
+            used = [reply for reply in session.replies if usable(reply, config.data)]
+            check_cache(Path(config.data.cache), session.target, used)
         return session.run()
     finally:
         session.world.close()

@@ -119,7 +119,9 @@ def test_eviction_while_running(running: OracleEngine, references: References) -
     again = running.play([requests[i] for i in order], "mixed", flush=False)
     assert output_ids(again) == [expected[i] for i in order]
     cached = sum(answer["meta_info"]["cached_tokens"] for answer in again)
-    assert 0 < cached < sum(len(request.prompt) for request in requests)
+    assert cached < sum(len(request.prompt) for request in requests)
+    if running.info["page_size"] <= 16:  # few of the prompts fill a larger page
+        assert cached > 0
     turns = running.play(references.requests["turns"], "right", flush=False)
     assert output_ids(turns) == references.expected("turns")
 

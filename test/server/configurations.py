@@ -35,3 +35,9 @@ def by_name(configurations: Sequence[Configuration]) -> list[Any]:
         pytest.param(each, id=each.name, marks=pytest.mark.slow if each.slow else ())
         for each in configurations
     ]
+
+
+def check_retracted(configuration: Configuration, answers: Sequence[dict[str, Any]]) -> None:
+    """Requests were retracted, where the configuration is there for that; else it tests nothing."""
+    if "SGLANG_TEST_RETRACT" in configuration.env:
+        assert any(answer["meta_info"]["num_retractions"] for answer in answers)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from configurations import MIXED_CHUNKS, OVERLAP, Configuration, by_name
+from configurations import MIXED_CHUNKS, OVERLAP, Configuration, by_name, check_retracted
 from option_workloads import OPTIONS
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
@@ -76,10 +76,15 @@ def scripted(running: OracleEngine, widths: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["mixed", "right", "wrong", "cycle"])
 def test_concurrent_requests_at_changing_widths(
-    running: OracleEngine, references: References, widths: Path, pattern: str
+    running: OracleEngine,
+    configuration: Configuration,
+    references: References,
+    widths: Path,
+    pattern: str,
 ) -> None:
     requests = references.requests["mixed"]
     answers = running.play(requests, pattern)
+    check_retracted(configuration, answers)
     assert output_ids(answers) == references.expected("mixed")
     assert set(settled_widths(widths)) == set(SCRIPT)  # else it tests nothing
     if pattern != "wrong":  # there, only token 0 in place of a draft that was not made can be right

@@ -1,4 +1,4 @@
-"""The served part of gpu_check on a CPU: overlap on and off, no graphs. Three engine starts."""
+"""The served part of gpu_check on a CPU: overlap, adaptive width, no graphs. Four engine starts."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def test_all_checks_pass() -> None:
             results[name] = passed
 
     run_serving_checks(Report(), "cpu")
-    assert len(results) == 6 and all(results.values()), results
+    assert len(results) == 8 and all(results.values()), results

@@ -7,11 +7,14 @@ memory is spoilt after every step, while the overlap scheduler still holds the s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from graph_engine import replay_counts
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
+from scripted_widths import SCRIPT, settled_widths, widths_environment, write_script
+from sglang_dlite.speculative.adaptive import width_choices
 from sglang_dlite.speculative.cuda_graph import TAIL_VARIANT
 
 pytestmark = pytest.mark.server
@@ -59,3 +62,45 @@ def test_requests_with_options_take_the_steps_one_by_one(
 def test_stops_inside_a_block(running: OracleEngine, references: References) -> None:
     requests = references.requests["stops"]
     assert output_ids(running.play(requests, "cycle")) == references.expected("stops")
+
+
+@pytest.fixture(scope="module")
+def widths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the adaptive engine's script and of its log of widths."""
+    return tmp_path_factory.mktemp("widths")
+
+
+@pytest.fixture(scope="module")
+def adaptive(
+    references: References, launch_oracle: LaunchOracle, widths: Path
+) -> Iterator[OracleEngine]:
+    environment = {
+        **widths_environment(widths),
+        "DLITE_DRAFTER_FACTORY": "graph_engine:make_scripted",
+        "DLITE_CPU_OVERLAP": "1",
+    }
+    with launch_oracle(
+        references.target, references.table, env=environment, speculative_adaptive=True
+    ) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixed", "boundary", "logprobs", "biased", "context_end"])
+def test_each_width_has_its_graphs_and_attention(
+    adaptive: OracleEngine, references: References, widths: Path, name: str
+) -> None:
+    """Another width each step: it is replayed on what was captured for that width alone."""
+    captured = width_choices(adaptive.info["speculative_num_draft_tokens"])
+    script = tuple(width for width in SCRIPT if width in captured)  # as a policy would
+    before = replay_counts(adaptive.folder)
+    for pattern in ("cycle", "right"):
+        write_script(widths, script)
+        answers = adaptive.play(references.requests[name], pattern)
+        assert output_ids(answers) == references.expected(name)
+        assert set(settled_widths(widths)) <= set(captured)
+    counts = replay_counts(adaptive.folder) - before
+    replayed = {width for width in captured if counts[f"verify {width}"]}
+    # Short workloads do not get to the script's end.
+    assert replayed == set(captured) if name == "mixed" else replayed
+    assert counts["draft"] > 0 and not any(kind.startswith(TAIL_VARIANT) for kind in counts)

@@ -1,20 +1,24 @@
-"""Slow checks of one engine each: thousands of steps, every width at the context's end, packed
-weights that are replaced."""
+"""Slow checks of an engine or two each: thousands of steps, every width at the context's end,
+packed weights that are replaced."""
 
 from __future__ import annotations
 
+import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models
 from configurations import OVERLAP
 from engines import engine, play, scheduler_memory_mb
-from live import load_weights
+from live import Live, load_weights
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
-from scripted_widths import widths_environment, write_script
+from safetensors.torch import load_file
+from scripted_widths import settled_widths, widths_environment, write_script
 from test_scheduling import STRICT, one_token_before
 from tiny_models import MAX_POSITIONS
 from workloads import CHUNK, Request, random_prompts
@@ -29,7 +33,7 @@ ALLOWED_GROWTH_MB = 2.0
 
 
 def test_thousands_of_steps(references: References, launch_oracle: LaunchOracle) -> None:
-    """Wrong drafts, so that every token is a verify pass; requests come and go all the time."""
+    """Half of them with wrong drafts, which makes the most passes; requests come and go."""
     requests, expected = references.requests["mixed"], references.expected("mixed")
     canary = [references.requests["lengths"][-1]]
 
@@ -47,12 +51,16 @@ def test_thousands_of_steps(references: References, launch_oracle: LaunchOracle)
         chunked_prefill_size=CHUNK,
     ) as running:
         sing(running)
-        steps = 0
+        steps, patterns = 0, itertools.cycle(["wrong", "mixed"])
         while steps < STEPS:
-            answers = running.play(requests, "wrong", flush=False)
+            answers = running.play(requests, next(patterns), flush=False)
             assert output_ids(answers) == expected
-            # A pass drafts for requests that have output something already; a prefill's do not.
-            steps += sum(max(entry["steps"]) > 0 for entry in running.log())
+            # A pass drafts for requests that have output something already; a prefill's have not,
+            # and the states of a prompt's middle chunk are no recorded ones.
+            steps += sum(
+                any(known and step > 0 for known, step in zip(*places, strict=True))
+                for places in ((entry["known"], entry["steps"]) for entry in running.log())
+            )
         time.sleep(1.0)  # the idle scheduler checks its pools
         sing(running)
 
@@ -97,10 +105,29 @@ def test_every_width_at_the_end_of_the_context(
             for pattern in ("right", "wrong"):
                 answers = running.play(requests, pattern, flush=False)
                 assert output_ids(answers) == [*expected, *(ids[:-1] for ids in expected)]
+            assert set(settled_widths(tmp_path)) == {width}
+
+
+@pytest.mark.parametrize("width", [4, 9, 12])
+def test_a_fixed_width_at_the_end_of_the_context(
+    references: References, launch_oracle: LaunchOracle, width: int
+) -> None:
+    """The rows of the request table are as wide as this D asks for, under the overlap scheduler."""
+    ends, expected = references.requests["context_end"], references.expected("context_end")
+    with launch_oracle(
+        references.target, references.table, {"block_size": width}, {**STRICT, **OVERLAP}
+    ) as running:
+        assert running.info["speculative_num_draft_tokens"] == width
+        for pattern in ("right", "wrong"):
+            answers = running.play([*ends, *one_token_before(ends, expected)], pattern)
+            assert output_ids(answers) == [*expected, *(ids[:-1] for ids in expected)]
 
 
 def test_packed_weights_follow_an_update_and_go_back(tmp_path: Path) -> None:
-    """bf16, whose packed copies are what is multiplied by: outputs are those of a fresh engine."""
+    """bf16, whose packed copies are what is multiplied by: outputs are those of a fresh engine.
+
+    From disk and as tensors, idle and in a pause of a running request.
+    """
     first = tiny_models.make_target(tmp_path / "first", seed=0)
     second = tiny_models.make_target(tmp_path / "second", seed=5)
     drafter = tiny_models.make_drafter(tmp_path / "drafter")
@@ -109,12 +136,39 @@ def test_packed_weights_follow_an_update_and_go_back(tmp_path: Path) -> None:
     def answers(running: Any) -> list[list[int]]:
         return output_ids(play(running, requests))
 
-    with engine(first, drafter, dtype="bfloat16") as running:
+    long = replace(requests[0], max_new_tokens=200)
+    with engine(first, drafter, dtype="bfloat16", env=STRICT) as running:
         before = answers(running)
         load_weights(running, second)
         changed = answers(running)
         load_weights(running, first)
         assert answers(running) == before
+        for checkpoint, expected in ((second, changed), (first, before)):
+            tensors = load_file(checkpoint / "model.safetensors")
+            assert running.update_weights_from_tensor(list(tensors.items()))[0]
+            assert answers(running) == expected
+        old, new = in_a_pause(running, long, second)
     assert changed != before
-    with engine(second, drafter, dtype="bfloat16") as fresh:
+    with engine(second, drafter, dtype="bfloat16", env=STRICT) as fresh:
         assert answers(fresh) == changed
+        rest = Request((*long.prompt, *old), -1, len(new))
+        assert output_ids(play(fresh, [rest])) == [new]
+
+
+def in_a_pause(running: Any, request: Request, checkpoint: Path) -> tuple[list[int], list[int]]:
+    """Load weights while a request is paused: its output before and after that."""
+    live = Live(SimpleNamespace(engine=running))
+
+    async def scenario() -> int:
+        live.start("across", request)
+        await live.until(lambda: len(live.output("across")) >= 3)
+        await live.pause("retract")
+        await live.load_weights(checkpoint)
+        paused_at = len(live.output("across"))
+        await live.resume()
+        await live.finish()
+        return paused_at
+
+    paused_at, output = live.run(scenario()), live.output("across")
+    assert 0 < paused_at < len(output) == request.max_new_tokens
+    return output[:paused_at], output[paused_at:]

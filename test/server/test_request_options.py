@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from configurations import MIXED_CHUNKS, OVERLAP, Configuration, by_name
+from configurations import MIXED_CHUNKS, OVERLAP, Configuration, by_name, check_retracted
 from option_workloads import OPTIONS, PROCESSOR
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
@@ -89,6 +89,7 @@ def test_output_is_that_of_plain_decoding(
     assert output_ids(answers[:count]) == output_ids(expected)
     assert output_ids(answers[count:]) == references.expected("mixed")[:6]
     check_finish(answers[:count], expected)
+    check_retracted(configuration, answers)
     if pattern != "wrong" and configuration.exact:
         accepted = [sum(row[1:]) for row in histograms(answers[:count])]
         assert sum(map(bool, accepted)) > count / 2  # else only first rows were tested

@@ -44,6 +44,10 @@ CONFIGURATIONS = (
     Configuration(
         "overlap-page-64", env=OVERLAP, server={"chunked_prefill_size": 64, "page_size": 64}
     ),
+    Configuration("overlap-wide-page-1", {"block_size": 16}, env=OVERLAP, server=CHUNKED),
+    Configuration(
+        "wide-page-64", {"block_size": 16}, server={"chunked_prefill_size": 64, "page_size": 64}
+    ),
 )
 
 
@@ -115,7 +119,9 @@ def test_eviction_while_running(running: OracleEngine, references: References) -
     again = running.play([requests[i] for i in order], "mixed", flush=False)
     assert output_ids(again) == [expected[i] for i in order]
     cached = sum(answer["meta_info"]["cached_tokens"] for answer in again)
-    assert 0 < cached < sum(len(request.prompt) for request in requests)
+    assert cached < sum(len(request.prompt) for request in requests)
+    if running.info["page_size"] <= 16:  # few of the prompts fill a larger page
+        assert cached > 0
     turns = running.play(references.requests["turns"], "right", flush=False)
     assert output_ids(turns) == references.expected("turns")
 
@@ -284,29 +290,39 @@ def test_preemption_by_urgent_requests(live: Live, references: References) -> No
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(live: Live, references: References, mode: str) -> None:
-    """In the midst of everything; one request is aborted meanwhile, and one arrives."""
+    """In the midst of everything; meanwhile one request is aborted that waits, one that has output
+    already, and one arrives."""
     requests, expected = references.requests["mixed"][:30], references.expected("mixed")[:31]
     live.running.prepare("cycle")
 
-    async def scenario() -> list[dict[str, Any]]:
+    def done(i: int) -> bool:
+        return live.done(f"{mode}-{i:02d}")
+
+    async def scenario() -> tuple[int, list[dict[str, Any]]]:
         for i, request in enumerate(requests):
-            live.start(f"{mode}-{i}", request)
+            live.start(f"{mode}-{i:02d}", request)
         await live.until(lambda: len(live.answers) >= 4)
         await live.pause(mode)
         flushed = (await live.manager.flush_cache()).success
         assert flushed == (mode == "retract")
         paused = len(live.running.log())
-        live.abort(f"{mode}-29")
+        begun = next(i for i in range(29) if live.output(f"{mode}-{i:02d}") and not done(i))
+        for i in (29, begun):
+            live.abort(f"{mode}-{i:02d}")
         time.sleep(0.3)
         assert len(live.running.log()) == paused  # nothing runs
         await live.resume()
         live.start(f"{mode}-30", references.requests["mixed"][30])
-        return await live.finish()
+        return begun, await live.finish()
 
-    answers = live.run(scenario())
-    assert output_ids(answers[:29]) == expected[:29]
-    assert answers[30]["output_ids"] == expected[30]
-    check_aborted(answers[29], expected[29])
+    begun, answers = live.run(scenario())
+    recorded = references.expected("recorded")
+    for i, answer in enumerate(answers):
+        if i in (29, begun):
+            check_aborted(answer, recorded[i])
+            assert bool(answer["output_ids"]) == (i == begun)
+        else:
+            assert answer["output_ids"] == expected[i]
 
 
 def test_pause_that_aborts(live: Live, references: References) -> None:

@@ -97,13 +97,19 @@ def running(
 
 
 def say(
-    running: OracleEngine, session: str, after: str | None, ids: list[int], **params: Any
+    running: OracleEngine,
+    session: str,
+    after: str | None,
+    ids: list[int],
+    *,
+    replace: bool = False,
+    **params: Any,
 ) -> dict[str, Any]:
     """One turn of a session, with log-probabilities."""
     return running.engine.generate(
         input_ids=ids,
         sampling_params={"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True, **params},
-        session_params={"id": session, "rid": after},
+        session_params={"id": session, "rid": after, "replace": replace},
         return_logprob=True,
     )
 
@@ -150,6 +156,21 @@ def test_a_refused_turn_leaves_its_session_as_it_was(
         with pytest.raises(ValueError, match="stop_token_ids holds 1000000"):
             say(running, session, one["meta_info"]["id"], turns.more, stop_token_ids=[10**6])
     two = say(running, session, one["meta_info"]["id"], turns.more)
+    assert two["output_ids"] == turns.answer
+    running.engine.close_session(session)
+    assert running.flush_when_idle()
+
+
+def test_a_turn_that_replaces_the_whole_session(running: OracleEngine, known: Known) -> None:
+    """Upstream deletes the session's turns while it walks over them."""
+    running.prepare("right")
+    turns = known.turns[0]
+    session = running.engine.open_session(4096)
+    one = say(running, session, None, turns.first, **turns.ending)
+    say(running, session, one["meta_info"]["id"], turns.more)
+    anew = say(running, session, None, turns.first, replace=True, **turns.ending)
+    assert anew["output_ids"] == turns.returned
+    two = say(running, session, anew["meta_info"]["id"], turns.more)
     assert two["output_ids"] == turns.answer
     running.engine.close_session(session)
     assert running.flush_when_idle()

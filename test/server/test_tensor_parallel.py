@@ -10,6 +10,7 @@ import rank_drafter
 import test_cpu_kernels as bf16
 import tiny_models
 import torch
+from configurations import OVERLAP
 from engines import engine
 from oracle import TOLERANCE
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
@@ -27,11 +28,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("seen")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[{}, OVERLAP], ids=["plain", "overlap"])
 def running(
-    references: References, launch_oracle: LaunchOracle, seen: Path
+    request: pytest.FixtureRequest, references: References, launch_oracle: LaunchOracle, seen: Path
 ) -> Iterator[OracleEngine]:
     variables = {
+        **request.param,
         "DLITE_DRAFTER_FACTORY": "rank_drafter:make",
         rank_drafter.FOLDER_VARIABLE: str(seen),
     }

@@ -134,10 +134,11 @@ GOOD, FAIR, BAD = [0.9] * 7, [0.55, 0.5, 0.45, 0.4, 0.4, 0.4, 0.4], [0.15] * 7
 @pytest.mark.parametrize("acceptance", [GOOD, FAIR, BAD], ids=["good", "fair", "bad"])
 @pytest.mark.parametrize("n", [1, 4, 12, 32])
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.parametrize("delay", [0, 1], ids=["", "overlap"])
 def test_at_most_5_percent_from_the_best_fixed_width(
-    cost: Cost, n: int, acceptance: list[float]
+    cost: Cost, n: int, acceptance: list[float], delay: int
 ) -> None:
-    machine = Machine(cost, acceptance, delay=n % 2)
+    machine = Machine(cost, acceptance, delay=delay)
     machine.prefill(n)
     machine.decode(600)
     assert machine.rate(2000) >= 0.95 * machine.best_rate(n)

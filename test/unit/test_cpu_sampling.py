@@ -56,6 +56,19 @@ def test_each_row_has_its_own_law(scale: float) -> None:
         assert chi < freedom + 5 * (2 * freedom) ** 0.5
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_row_that_allows_no_token_takes_token_0(weights: bool) -> None:
+    """And disturbs nobody: upstream's draw ends the scheduler."""
+    logits = torch.full((3, V), float("-inf"))
+    logits[0, 7] = logits[2, 9] = 0.0
+    filters = (
+        torch.full((3,), 20, dtype=torch.int32), torch.full((3,), 0.9), torch.zeros(3), False,
+        None, None,
+    )  # fmt: skip
+    drawn = ours(torch.softmax(logits, -1), *filters, return_filtered_probs=weights)
+    assert (drawn[0] if weights else drawn).tolist() == [7, 0, 9]
+
+
 def kept_tokens(probs: torch.Tensor, kind: tuple[int, float, float]) -> torch.Tensor:
     """Which tokens survive (top_k, top_p, min_p): bool [V]."""
     top_k, top_p, min_p = kind

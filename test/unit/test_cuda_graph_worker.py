@@ -158,7 +158,7 @@ class ToyWorker(DLiteWorker):
         self.embed, self.config = (lambda ids: ids), config
         self.drafter: Any = ToyDrafter(config)
         self.capture: Any = SimpleNamespace(_table=None)
-        self.rejection = self.adaptive = None
+        self.rejection = self.adaptive = self.runtimes = None
         self.options = VerifyLogits(width, lambda: torch.zeros(16, 64))
         self.tail = None
         if doubles is not None:

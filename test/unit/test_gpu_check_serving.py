@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sglang_dlite.gpu_check import serving
 from sglang_dlite.gpu_check.serving import (
+    ADAPTIVE,
     NO_GRAPHS,
     NO_OVERLAP,
     PLAIN,
@@ -96,7 +97,7 @@ def test_arms_that_would_end_too_late_are_left_out_and_noted(
     monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
     serving.run_serving_checks(Noting(), "cuda", deadline=330.0)
     assert begun == [TARGET_ONLY, PLAIN, NO_GRAPHS]
-    assert len(notes) == 1 and NO_OVERLAP.name in notes[0]
+    assert len(notes) == 2 and NO_OVERLAP.name in notes[0] and ADAPTIVE.name in notes[1]
     begun.clear()
     serving.run_serving_checks(Noting(), "cuda", deadline=now[0])
     assert begun == [TARGET_ONLY, PLAIN]

@@ -78,13 +78,13 @@ def untouched(installed: Any) -> Any:
         (untouched, "registered but not applied"),
     ],
 )
-def test_each_broken_hook_stops_the_start(
+def test_each_broken_hook_is_named_with_both_versions(
     monkeypatch: pytest.MonkeyPatch,
     hook: hooks.Hook,
     change: Callable[[Any], Any],
     complaint: str,
 ) -> None:
-    """SGLang itself would only log it and serve wrongly."""
+    """SGLang itself would only log it and serve wrongly. What asks for this: the next tests."""
     path, _, name = hook.target.rpartition(".")
     owner = pkgutil.resolve_name(path)
     broken = change(getattr(owner, name))
@@ -112,6 +112,15 @@ def test_a_missing_resolution_step_stops_the_start(
     monkeypatch.setitem(resolution_hooks._HOOKS, hooks.RESOLUTION_STEP, kept)
     with pytest.raises(RuntimeError, match=f"{hooks.RESOLUTION_STEP}: without {step}"):
         hooks.require_hooks()
+
+
+def test_a_dlite_server_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any device: it is the algorithm's own check, before all others."""
+    from sglang_dlite.speculative.algorithm import validate
+
+    monkeypatch.setattr(hooks, "problems", lambda: ["some.function: changed"])
+    with pytest.raises(RuntimeError, match=r"some\.function: changed"):
+        validate(SimpleNamespace())
 
 
 @pytest.mark.skipif(has_accelerator(), reason="the CPU platform stays out beside an accelerator")

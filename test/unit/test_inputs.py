@@ -56,8 +56,7 @@ def test_what_the_scheduler_reads() -> None:
 def test_verify_input_of_graph_capture() -> None:
     verify = capture_verify_input(5)
     assert verify.is_verify_input()
-    assert verify.draft_token_num == verify.max_tree_depth == 5
-    assert verify.tree_topk == 1
+    assert verify.draft_token_num == 5
     assert verify.capture_hidden_mode == CaptureHiddenMode.FULL
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
@@ -121,11 +122,36 @@ def test_numbers_that_would_end_the_scheduler(
     assert error is not None and words in error and "allowed" in error
 
 
+@pytest.mark.parametrize("name", ["top_k", "min_new_tokens", "max_new_tokens"])
+def test_lengths_that_are_no_whole_numbers(name: str) -> None:
+    """Upstream slices the output by them: a float ends the scheduler at the request's end."""
+    error = number_error(SamplingParams(**{name: 16.0}), 0, 50)
+    assert error is not None and f"{name} = 16.0" in error and "whole numbers" in error
+
+
+def test_options_of_another_type() -> None:
+    """Nothing between the client and the scheduler checks these."""
+    error = number_error(SamplingParams(), [0], 50)
+    assert error is not None and "top_logprobs_num = [0]" in error
+    error = number_error(SamplingParams(logit_bias={"1": "much"}), 0, 50)
+    assert error is not None and "logit_bias of token 1 is 'much'" in error
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1e39}, {"repetition_penalty": 1e-40}])
+def test_numbers_beyond_fp32(params: dict[str, float]) -> None:
+    """Infinite or 0 there: an option that masks tokens then makes NaN of their logits."""
+    ((name, value),) = params.items()
+    error = number_error(SamplingParams(**params), 0, 50)
+    assert error is not None and f"{name} = {value!r}" in error and "fp32" in error
+
+
 def test_numbers_at_their_limits() -> None:
     params = {"top_k": 2**31 - 1, "min_new_tokens": 2**31 - 1, "max_new_tokens": None}
     bias = {"1": 1e30, "2": float("-inf"), "3": -1e39}
     assert number_error(SamplingParams(**params, logit_bias=bias), 50, 50) is None
     assert number_error(SamplingParams(top_k=-1), -1, 50) is None
+    extreme = SamplingParams(temperature=1e30, repetition_penalty=1e-30, top_k=np.int64(4))
+    assert number_error(extreme, 0, 50) is None
 
 
 @pytest.mark.parametrize("ids,bad", [([0, 50], 50), ([-1, 3], -1), ([10**6], 10**6)])

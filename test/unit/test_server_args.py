@@ -17,6 +17,7 @@ from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.speculative.drafter_files import read_drafter_config
 from sglang_dlite.speculative.drafting import build_drafter, check_pair
 from sglang_dlite.speculative.refusals import REFUSALS
+from sglang_dlite.speculative.server_args import check_window
 
 Resolve = Callable[..., Any]
 CUDA = ("--device", "cuda", "--attention-backend", "triton")
@@ -199,6 +200,20 @@ def test_lora_passes_upstreams_check(algorithm: str, words: str | None) -> None:
     args = ServerArgs(model_path="", speculative_algorithm=algorithm)
     with pytest.raises(ValueError, match=words) if words else nullcontext():
         lora_hook.check_lora_speculative_compatibility(args)
+
+
+@pytest.mark.parametrize("option", ["attention", "prefill_attention", "decode_attention"])
+@pytest.mark.parametrize(
+    "target,windowed", [("Gemma3ForCausalLM", True), ("Qwen3ForCausalLM", False)]
+)
+def test_flashinfer_meets_no_sliding_window(option: str, target: str, windowed: bool) -> None:
+    """Upstream plans its verify passes without one: the block's later rows would see too much."""
+    backends = {f"{option}_backend": "flashinfer"}
+    check_window(SimpleNamespace(device="cpu", **backends), target)
+    args = SimpleNamespace(device="cuda", **backends)
+    with pytest.raises(ValueError, match="-backend triton") if windowed else nullcontext():
+        check_window(args, target)
+    check_window(SimpleNamespace(device="cuda", attention_backend="triton"), target)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

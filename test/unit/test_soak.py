@@ -12,7 +12,7 @@ import pytest
 from option_workloads import SCHEMA
 from soak_cases import KINDS, Case, make_requests
 from soak_checks import greedy_error, sampled_error
-from soak_report import Leg, Summary
+from soak_report import NEEDED, Leg, Summary
 from tiny_models import EOS_ID, MAX_POSITIONS, VOCAB_SIZE
 from workloads import Request
 
@@ -152,7 +152,7 @@ def test_requests_repeat_for_a_seed_and_cover_all_kinds() -> None:
 def leg(**changes: Any) -> Leg:
     fields = {"canary": {"start": 2.5, "end": 2.5}, "healthy": True}
     made = Leg("x", **{**fields, **changes})
-    made.counts["compared"] += changes.get("counts", Counter()).total() or 3
+    made.counts.update(dict.fromkeys((*NEEDED, "retractions"), 3))
     return made
 
 
@@ -162,7 +162,13 @@ def test_the_verdict(tmp_path: Path) -> None:
     assert not leg(healthy=False).passed
     assert not leg(canary={"start": 2.5, "end": 1.0}).passed
     assert not leg(canary={"start": 2.5}).passed
-    assert not Leg("nothing compared", canary={"start": 1, "end": 1}, healthy=True).passed
+    for name in NEEDED:
+        idle = leg()
+        idle.counts[name] = 0
+        assert idle.not_met == [name] and not idle.passed
+    roomy = leg()
+    roomy.counts["retractions"] = 0
+    assert Summary(1, 0, [leg(), roomy]).passed and not Summary(1, 0, [roomy, roomy]).passed
     leaking = leg()
     leaking.read_log("a\nValueError: token_to_kv_pool memory leak detected! 3\nb\n")
     assert len(leaking.leaks) == 1 and not leaking.passed

@@ -120,8 +120,10 @@ def test_other_algorithms_and_plain_requests_are_left_alone(served: SimpleNamesp
     check_token_by_token(record, request(), 5)
     check_token_by_token(record, request(stop=["a"]), 1)
     served.speculative_algorithm = "NGRAM"
-    check_token_by_token(record, request(stop=["a"]), 4)
-    assert calls == [5, 1, 4]
+    ended = request(stop=["a"])
+    ended.finished_len, ended.reasoning_tokens = 2, 4
+    check_token_by_token(record, ended, 4)
+    assert calls == [5, 1, 4] and ended.reasoning_tokens == 4
 
 
 @pytest.mark.parametrize("stop", [{"stop": ["c"]}, {"stop_token_ids": [2]}, {"max_new_tokens": 3}])

@@ -38,6 +38,7 @@ def sample_rows(
             probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions,
             return_filtered_probs=return_filtered_probs, max_top_k=max_top_k,
         )  # fmt: skip
+    probs = _allow_one_token(probs)
     if return_filtered_probs:
         return _with_weights(original, probs, top_ks, top_ps, min_ps, need_min_p_sampling)
     vocab_size = probs.shape[-1]
@@ -62,6 +63,20 @@ def sample_rows(
             )  # fmt: skip
         tokens[rows] = picked.to(torch.int32)
     return tokens
+
+
+def _allow_one_token(probs: Tensor) -> Tensor:
+    """Rows that allow no token, NaN after softmax, take token 0, as argmax would.
+
+    A request's options may contradict each other (a grammar that only allows its end, under
+    min_new_tokens). Drawing from such a row ends the scheduler, and all other requests with it.
+    """
+    nothing = probs[:, :1].isnan()  # [n, 1]: all of a row's are, or none
+    if not bool(nothing.any()):
+        return probs
+    first = torch.zeros_like(probs[:1])
+    first[0, 0] = 1.0
+    return torch.where(nothing, first, probs)
 
 
 def _with_weights(

@@ -17,7 +17,7 @@ class DLiteDraftInput(SpecInput):
 
     `bonus_tokens` [n] int64 is the anchor (upstream's name), and `hidden_states` [n, K + E + P]
     int64 (the one slot that upstream's FutureMap relays as it is) holds the K drafted ids, the
-    E = max(G-2, 0) tokens before the anchor's predecessor that a token group of G needs, and with
+    E = max(G-2, 0) tokens before the anchor that the next token group may reach back to, and with
     rejection sampling the bits of the K head vectors (`pack_vectors`; else P = 0).
     Under overlap only `future_indices` is filtered and merged; the tensors come from the relay.
     """
@@ -88,14 +88,8 @@ class DLiteVerifyInput(DFlashVerifyInput):
     exactly DLITE's, and a plugin has no type of its own.
     """
 
-    # Read by upstream's intel_amx backend.
-    tree_topk: int = 1
     greedy_tail: bool = False
     """Replay the verify graph that also accepts and drafts (verify_tail.py)."""
-
-    @property
-    def max_tree_depth(self) -> int:
-        return int(self.draft_token_num)
 
 
 def capture_verify_input(width: int, custom_mask: torch.Tensor | None = None) -> DLiteVerifyInput:

@@ -61,8 +61,9 @@ def device(args: Any) -> Any:
     return None if args.device == "cuda" else args.device
 
 
-def adaptive_on_cuda(args: Any) -> Any:
-    return None if args.device == "cpu" else given("speculative_adaptive")(args)
+def adaptive_with_lora(args: Any) -> Any:
+    lora = args.enable_lora or args.lora_paths
+    return lora and given("speculative_adaptive")(args)
 
 
 def adaptive_with_rejection(args: Any) -> Any:

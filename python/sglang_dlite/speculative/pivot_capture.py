@@ -40,6 +40,9 @@ SUPPORTED_TARGETS = (
     "Qwen3MoeForCausalLM",
 )
 
+# Of these, the ones with sliding-window layers.
+WINDOWED_TARGETS = ("Gemma3ForCausalLM",)
+
 # Classes of the pinned sglang with mamba, linear-attention or convolution layers (its
 # configs/hybrid_arch.py). Their running state after D verify rows is that of all D, and DLITE does
 # not wind it back to the accepted ones.

@@ -9,7 +9,7 @@ from sglang_dlite.speculative.option_values import (
     CUDA_ATTENTION,
     OTHER_ALGORITHMS,
     above_one,
-    adaptive_on_cuda,
+    adaptive_with_lora,
     adaptive_with_rejection,
     attention_backend,
     changed,
@@ -247,9 +247,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--speculative-adaptive",
-        adaptive_on_cuda,
-        "verify graphs and attention plans are made for one width; it is served on a CPU only",
-        "drop the option and choose --speculative-num-draft-tokens",
+        adaptive_with_lora,
+        "the adapters' segments in decode graphs are made for one width",
+        "drop the option and choose --speculative-num-draft-tokens, or merge the adapter",
     ),
     Refusal(
         "--speculative-adaptive",

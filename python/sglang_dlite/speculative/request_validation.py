@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -70,27 +71,39 @@ def stop_error(params: Any, vocab_size: int) -> str | None:
 
 
 LARGEST_INT32 = 2**31 - 1
-LARGEST_BIAS = 1e30  # finite in fp32 beside a logit, and after division by the least temperature
+LARGEST = 1e30  # finite in fp32 beside a logit, and after division by the least temperature
+LEAST = 1e-30  # a logit divided by it is finite in fp32
 
 
-def number_error(params: Any, top_logprobs_num: int, vocab_size: int) -> str | None:
+def number_error(params: Any, top_logprobs_num: Any, vocab_size: int) -> str | None:
     """Why a number that upstream does not check is refused, or None.
 
     Upstream makes int32 tensors of some when it forms the batch, and ends the scheduler over one
-    that does not fit; or over probabilities that are not numbers.
+    that does not fit; or over probabilities that are not numbers; or over a length that is no
+    whole number.
     """
-    limits = (
+    integers = (
         ("top_k", params.top_k, LARGEST_INT32, "Leave it out for no limit"),
         ("min_new_tokens", params.min_new_tokens, LARGEST_INT32, "Use a smaller one"),
+        ("max_new_tokens", params.max_new_tokens or 0, LARGEST_INT32, "Use a smaller one"),
         ("top_logprobs_num", top_logprobs_num, vocab_size, "The vocabulary has no more tokens"),
     )
-    for name, value, largest, remedy in limits:
+    for name, value, largest, remedy in integers:
+        if not isinstance(value, Integral):
+            return f"{name} = {value!r}; allowed are whole numbers. Give one, not {value!r}."
         if value > largest:
             return f"{name} = {value}; allowed are numbers up to {largest}. {remedy}."
-    for token, bias in (params.logit_bias or {}).items():
-        if not bias <= LARGEST_BIAS:  # NaN is not
+    for name, least in (("temperature", 0.0), ("repetition_penalty", LEAST)):
+        value = getattr(params, name)
+        if not isinstance(value, Real) or not least <= value <= LARGEST:
             return (
-                f"logit_bias of token {token} is {bias}; allowed are numbers up to {LARGEST_BIAS}. "
+                f"{name} = {value!r}; allowed are numbers from {least} to {LARGEST}. Beyond them "
+                "probabilities are no numbers in fp32."
+            )
+    for token, bias in (params.logit_bias or {}).items():
+        if not isinstance(bias, Real) or not bias <= LARGEST:  # NaN is not
+            return (
+                f"logit_bias of token {token} is {bias!r}; allowed are numbers up to {LARGEST}. "
                 "100 forces a token already."
             )
     return None

@@ -7,7 +7,7 @@ from typing import Any
 from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.speculative.drafter_files import read_drafter_config
 from sglang_dlite.speculative.drafting import check_pair
-from sglang_dlite.speculative.pivot_capture import require_supported_target
+from sglang_dlite.speculative.pivot_capture import WINDOWED_TARGETS, require_supported_target
 from sglang_dlite.speculative.refusals import REFUSALS
 
 
@@ -51,8 +51,8 @@ def check_server_args(args: Any) -> None:
     if config.anchor_group_size > 2 and getattr(args, "enable_mixed_chunk", False):
         raise ValueError(
             f"--enable-mixed-chunk with a drafter of anchor_group_size = "
-            f"{config.anchor_group_size}: allowed are 1 and 2, since a mixed batch does not hold "
-            "the older tokens. Drop --enable-mixed-chunk."
+            f"{config.anchor_group_size}: allowed are 1 and 2, since the host does not know the "
+            "newest tokens of a decoding request in a mixed batch yet. Drop --enable-mixed-chunk."
         )
     _check_target(args, config)
 
@@ -64,7 +64,25 @@ def _check_target(args: Any, drafter: DLiteConfig) -> None:
     target = model_config_of(args)  # with the overrides of the command line
     architectures = getattr(target.hf_config, "architectures", None) or ["unknown"]
     require_supported_target(architectures[0])
+    check_window(args, architectures[0])
     check_pair(drafter, target.hf_text_config)
+
+
+def check_window(args: Any, target: str) -> None:
+    """Refuse FlashInfer for a target with sliding windows.
+
+    Its plan of a verify pass has no window (`window_left` is -1 beside a spec_info): row j would
+    see up to j keys that are older than the window.
+    """
+    if args.device != "cuda" or target not in WINDOWED_TARGETS:
+        return
+    for option in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if getattr(args, option, None) == "flashinfer":
+            raise ValueError(
+                f"--{option.replace('_', '-')} = 'flashinfer' is not supported with "
+                f"--speculative-algorithm DLITE and {target}: its verify passes look beyond the "
+                "sliding window. What to do: use --attention-backend triton, or fa3 on Hopper."
+            )
 
 
 def apply_defaults(args: Any) -> None:

@@ -20,9 +20,16 @@ def continue_what_was_returned(
 
     Upstream joins that turn's `output_ids` to the new input. Nothing else reads them any more: the
     turn is over. (Streaming sessions are trimmed by upstream.)
+
+    A turn that replaces the whole session deletes its nodes while upstream walks over them, which
+    ends the scheduler: they are cleared before.
     """
     if serves_dlite():
-        node = session.req_nodes.get(req.session_params.rid)
+        turn = req.session_params
+        if turn.replace and turn.rid is None and not session.streaming:
+            for root in [node for node in session.req_nodes.values() if node.parent is None]:
+                root.clear(session.req_nodes)
+        node = session.req_nodes.get(turn.rid)
         if node is not None and node.req.finished_len is not None:
             node.req.output_ids = node.req.output_ids[: node.req.finished_len]
     return original(session, req, *args, **options)

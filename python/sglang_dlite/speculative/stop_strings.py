@@ -28,7 +28,7 @@ def check_token_by_token(
         original(req, new_accepted_len)
     else:
         _check_each(original, req, new_accepted_len)
-    if req.finished_len is not None:
+    if req.finished_len is not None and serves_dlite():
         # Upstream has counted the whole step's tokens as reasoning, which begins with the output.
         req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
 

@@ -15,10 +15,6 @@ def prefill_token_group(batch: Any, anchor: torch.Tensor, group_size: int) -> to
     recomputes one). Older ones may be cached, so they come from the request's ids; a prompt
     shorter than the group repeats its first token. `anchor` [n] may be int32: upstream's sampler
     returns that unless it took an argmax.
-
-    G >= 3 only: a request that decodes in a mixed batch under overlap has newest tokens that the
-    host does not know yet. Its older tokens are then those before them, so that its next block is
-    drafted from a wrong group: worse drafts for one round, the same output.
     """
     anchor = anchor.to(torch.int64)
     if group_size == 1:

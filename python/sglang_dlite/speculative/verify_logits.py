@@ -74,8 +74,8 @@ def allow_one_token(logits: torch.Tensor) -> None:
     """Let rows [m, V] without an allowed token take token 0, in place, as argmax would.
 
     Behind a draft that the target never takes, the options may contradict each other: a grammar
-    at its end allows the end-of-text token only, and min_new_tokens holds that back. Sampling from
-    such a row ends the scheduler.
+    at its end allows the end-of-text token only, and min_new_tokens holds that back. Drawing from
+    such a row, which filters lead to, ends the scheduler.
     """
     nothing = logits.amax(-1) == float("-inf")  # [m]
     logits[:, 0].masked_fill_(nothing, 0.0)

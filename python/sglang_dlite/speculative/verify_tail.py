@@ -40,7 +40,7 @@ def greedy_round(
     """Accept greedily and draft again: static shapes, nothing read back to the host.
 
     candidates [n, D] int64 is [anchor | drafts]; earlier [n, max(G-2, 0)] int64 the tokens before
-    the anchor's predecessor; logits [n * D, V] and states [n * D, S * h] are the verify rows'.
+    the anchor, oldest first; logits [n * D, V] and states [n * D, S * h] are the verify rows'.
     """
     n, width = candidates.shape
     config = drafter.config
@@ -128,7 +128,7 @@ class VerifyTail:
         self._rounds[:n].copy_(torch.cat(columns, dim=1))
 
     def stage(self, earlier: Tensor) -> None:
-        """Before a replay: the tokens before the anchor's predecessor, [n, E] int64."""
+        """Before a replay: the tokens before the anchor, oldest first, [n, E] int64."""
         assert self._earlier is not None
         self._earlier[: earlier.shape[0]].copy_(earlier)
 

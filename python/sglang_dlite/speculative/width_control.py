@@ -43,6 +43,7 @@ class WidthControl:
         agree: Callable[[int], int] = lambda width: width,
     ) -> None:
         """clock gives seconds; agree makes a width the same on all ranks."""
+        self.widths = policy.widths
         self.width = policy.widths[-1]
         self._policy = policy
         self._clock = clock

@@ -42,6 +42,7 @@ from sglang_dlite.speculative.verify_batch import verify_batch
 from sglang_dlite.speculative.verify_logits import Barrier, VerifyLogits
 from sglang_dlite.speculative.verify_tail import GreedyRound, VerifyTail, is_plain_greedy
 from sglang_dlite.speculative.width_control import NOT_DRAFTED, WidthControl, make_width_control
+from sglang_dlite.speculative.width_runtimes import WidthRuntimes, has_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class DLiteWorker(BaseSpecWorker):
         self.adaptive: WidthControl | None = (
             make_width_control(self.width) if server_args.speculative_adaptive else None
         )
+        self.runtimes: WidthRuntimes | None = None
         # SGLang calls both while it captures the verify graphs, and never without graphs.
         runner.capture_head_hooks.append(self.capture.start_graph)
         self.tail = self._verify_tail()
@@ -110,8 +112,14 @@ class DLiteWorker(BaseSpecWorker):
         return None
 
     def init_cuda_graphs(self) -> None:
-        """Called after the target's graphs are captured; the draft step is captured likewise."""
-        captured = capture_draft(self.drafter, self.embed, self._target_worker.model_runner)
+        """Called after the target's graphs are captured; what DLITE needs is captured likewise."""
+        runner = self._target_worker.model_runner
+        # The CPU's attention reads a pass's width from its batch.
+        if self.adaptive is not None and (runner.device != "cpu" or has_graphs(runner)):
+            self.runtimes = WidthRuntimes(runner, self.adaptive.widths)
+            self._additional_graph_memory_usage["target_verify"] = self.runtimes.memory_gb
+            self._additional_graph_time_usage["target_verify"] = self.runtimes.seconds
+        captured = capture_draft(self.drafter, self.embed, runner)
         if captured is not None:
             self.drafter = captured.drafter
             self._additional_graph_memory_usage["draft_decode"] = captured.memory_gb
@@ -164,6 +172,8 @@ class DLiteWorker(BaseSpecWorker):
             width = self.adaptive.width
             # NOT_DRAFTED becomes token 0, verified like any other guess.
             drafts = drafts[:, : width - 1].clamp(min=0)
+        if self.runtimes is not None:
+            self.runtimes.use(width)
         candidates = torch.cat([batch.spec_info.bonus_tokens[:, None], drafts], dim=1)  # [n, D]
         prefix_lens = batch.seq_lens  # [n], without the anchor
         tail = self.tail

@@ -145,7 +145,10 @@ def test_packed_weights_follow_an_update_and_go_back(tmp_path: Path) -> None:
         assert answers(running) == before
         for checkpoint, expected in ((second, changed), (first, before)):
             tensors = load_file(checkpoint / "model.safetensors")
-            assert running.update_weights_from_tensor(list(tensors.items()))[0]
+            running.begin_weight_update()
+            done, message = running.update_weights_from_tensor(list(tensors.items()))
+            assert done, message
+            running.end_weight_update()
             assert answers(running) == expected
         old, new = in_a_pause(running, long, second)
     assert changed != before

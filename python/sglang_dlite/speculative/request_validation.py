@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -89,19 +88,19 @@ def number_error(params: Any, top_logprobs_num: Any, vocab_size: int) -> str | N
         ("top_logprobs_num", top_logprobs_num, vocab_size, "The vocabulary has no more tokens"),
     )
     for name, value, largest, remedy in integers:
-        if not isinstance(value, Integral):
+        if not isinstance(value, (int, np.integer)):
             return f"{name} = {value!r}; allowed are whole numbers. Give one, not {value!r}."
         if value > largest:
             return f"{name} = {value}; allowed are numbers up to {largest}. {remedy}."
     for name, least in (("temperature", 0.0), ("repetition_penalty", LEAST)):
         value = getattr(params, name)
-        if not isinstance(value, Real) or not least <= value <= LARGEST:
+        if not isinstance(value, (int, float, np.number)) or not least <= value <= LARGEST:
             return (
                 f"{name} = {value!r}; allowed are numbers from {least} to {LARGEST}. Beyond them "
                 "probabilities are no numbers in fp32."
             )
     for token, bias in (params.logit_bias or {}).items():
-        if not isinstance(bias, Real) or not bias <= LARGEST:  # NaN is not
+        if not isinstance(bias, (int, float, np.number)) or not bias <= LARGEST:  # NaN is not
             return (
                 f"logit_bias of token {token} is {bias!r}; allowed are numbers up to {LARGEST}. "
                 "100 forces a token already."

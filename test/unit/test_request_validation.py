@@ -18,7 +18,6 @@ from sglang_dlite.speculative.request_validation import (
     number_error,
     processor_error,
     request_error,
-    stop_error,
     token_error,
 )
 
@@ -97,12 +96,14 @@ def test_a_processor_that_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 10**6])
-def test_stop_tokens_that_min_new_tokens_cannot_hold_back(bad: int) -> None:
-    limits = {"stop_token_ids": [3, bad], "max_new_tokens": 9}
-    error = stop_error(SamplingParams(min_new_tokens=2, **limits), 50)
-    assert error is not None and f"stop_token_ids holds {bad}" in error and "0..49" in error
-    assert stop_error(SamplingParams(**limits), 50) == error  # the next request may have a minimum
-    assert stop_error(SamplingParams(min_new_tokens=2, stop_token_ids=[3, 49]), 50) is None
+def test_stop_tokens_that_no_output_holds_are_left_out(bad: int) -> None:
+    """min_new_tokens, this request's or another's, could not mask them; they never stop anything."""
+    asked = request({"stop_token_ids": [3, bad, 49], "max_new_tokens": 9})
+    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), asked) is None
+    assert asked.sampling_params.stop_token_ids == {3, 49}
+    alone = request({"stop_token_ids": [bad]})
+    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), alone) is None
+    assert alone.sampling_params.stop_token_ids is None
 
 
 @pytest.mark.parametrize(

@@ -54,19 +54,14 @@ def processor_error(serialized: str | None) -> str | None:
     )
 
 
-def stop_error(params: Any, vocab_size: int) -> str | None:
-    """Why stop_token_ids are refused, or None.
+def drop_impossible_stops(params: Any, vocab_size: int) -> None:
+    """Take stop_token_ids out that no output can hold; they stop nothing, with or without DLITE.
 
     Upstream masks these tokens by id as soon as any request of a batch has min_new_tokens: one
     beyond the vocabulary then ends the scheduler.
     """
-    for token in params.stop_token_ids or ():
-        if not 0 <= token < vocab_size:
-            return (
-                f"stop_token_ids holds {token}; allowed are 0..{vocab_size - 1}, the model's "
-                "vocabulary. Leave it out."
-            )
-    return None
+    stops = params.stop_token_ids or ()
+    params.stop_token_ids = {token for token in stops if 0 <= token < vocab_size} or None
 
 
 LARGEST_INT32 = 2**31 - 1
@@ -132,9 +127,9 @@ def check_request(original: Callable[..., str | None], scheduler: Any, req: Any)
     error = original(scheduler, req)
     if error is None and _is_dlites(scheduler):
         vocab_size = scheduler.model_config.vocab_size
+        drop_impossible_stops(req.sampling_params, vocab_size)
         error = (
             request_error(req)
-            or stop_error(req.sampling_params, vocab_size)
             or number_error(req.sampling_params, req.logprob.top_logprobs_num, vocab_size)
             or token_error(req.origin_input_ids, vocab_size)
         )

@@ -12,58 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from sglang_dlite.drafter import HistoryAwareDrafter, load_drafter
-from sglang_dlite.training.config import TrainConfig, TrainConfigError, from_dict
+from sglang_dlite.training.config import TrainConfigError, from_dict
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.session import Session
 from sglang_dlite.training.storage import StorageError
-from sglang_dlite.training.trainer import Trainer, TrainingDiverged
+from sglang_dlite.training.trainer import TrainingDiverged
 
-from .conftest import MODEL
-
-
-def _raw(target: Path, data: Path, folder: Path) -> dict:
-    return {
-        "target": {"path": str(target), "dtype": "float32"},
-        "data": {"replies": [str(data)], "held_out_percent": 20, "states": "online"},
-        "model": MODEL,
-        "stages": {"unit": "steps", "stable": 10},
-        "loss": {"w_base": 0.06, "sample_positions": True},
-        "optim": {
-            "batch_replies": 6,
-            "anchors_per_reply": 4,
-            "micro_replies": 6,
-            "lr": 3e-3,
-            "seed": 5,
-        },
-        "run": {
-            "folder": str(folder),
-            "device": "cpu",
-            "bf16": False,
-            "log_every": 1,
-            "eval_every": 100,
-            "checkpoint_every": 4,
-        },
-    }
-
-
-@pytest.fixture
-def config(target: Path, data_folder: Path):
-    """config(folder, section={key: value}, ...)."""
-
-    def make(folder: Path, **sections) -> TrainConfig:
-        raw = _raw(target, data_folder, folder)
-        for name, values in sections.items():
-            raw[name] = raw.get(name, {}) | values
-        return from_dict(raw)
-
-    return make
-
-
-def _trainer(config: TrainConfig) -> Trainer:
-    session = Session(config)
-    trainer = session.trainer("drafter", session.fresh_drafter(), None)
-    assert trainer is not None
-    return trainer
+from .conftest import make_trainer, train_settings
 
 
 def _lines(folder: Path, kind: str) -> list[dict]:
@@ -72,7 +27,7 @@ def _lines(folder: Path, kind: str) -> list[dict]:
 
 
 def test_a_resumed_run_repeats_the_unbroken_one(config, tmp_path: Path) -> None:
-    whole = _trainer(config(tmp_path / "whole"))
+    whole = make_trainer(config(tmp_path / "whole"))
     whole.run()
     losses = {x["step"]: x["loss"] for x in _lines(tmp_path / "whole", "train")}
     assert list(losses) == list(range(1, 11))
@@ -80,7 +35,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(config, tmp_path: Path) -> None:
     class Killed(Exception):
         pass
 
-    broken = _trainer(config(tmp_path / "broken"))
+    broken = make_trainer(config(tmp_path / "broken"))
     step, count = broken.train_step, 0
 
     def killed() -> float:
@@ -93,7 +48,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(config, tmp_path: Path) -> None:
     broken.train_step = killed  # type: ignore[method-assign]
     with pytest.raises(Killed):
         broken.run()
-    again = _trainer(config(tmp_path / "broken"))
+    again = make_trainer(config(tmp_path / "broken"))
     assert again.step == 4
     again.run()
     resumed = {x["step"]: x["loss"] for x in _lines(tmp_path / "broken", "train")}
@@ -106,8 +61,8 @@ def test_a_resumed_run_repeats_the_unbroken_one(config, tmp_path: Path) -> None:
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_accumulation_does_not_change_the_step(config, tmp_path: Path, micro: int) -> None:
     loss = {"w_base": 0.06, "sample_positions": False}
-    one = _trainer(config(tmp_path / "one", loss=loss))
-    many = _trainer(config(tmp_path / "many", loss=loss, optim={"micro_replies": micro}))
+    one = make_trainer(config(tmp_path / "one", loss=loss))
+    many = make_trainer(config(tmp_path / "many", loss=loss, optim={"micro_replies": micro}))
     assert many.train_step() == pytest.approx(one.train_step(), abs=1e-5)
     for a, b in zip(one.model.parameters(), many.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-3)
@@ -136,7 +91,7 @@ def _free_port() -> int:
 def test_two_processes_give_the_result_of_one(
     target: Path, data_folder: Path, tmp_path: Path
 ) -> None:
-    raw = _raw(target, data_folder, tmp_path)
+    raw = train_settings(target, data_folder, tmp_path)
     raw["optim"]["micro_replies"] = 2  # three micro-batches: one process gets two of them
     (tmp_path / "config.yaml").write_text(json.dumps(raw))
     port = str(_free_port())
@@ -152,7 +107,7 @@ def test_two_processes_give_the_result_of_one(
         _, errors = worker.communicate(timeout=120)
         assert worker.returncode == 0, errors
     losses, weights = torch.load(tmp_path / "result.pt")
-    alone = _trainer(from_dict(raw))
+    alone = make_trainer(from_dict(raw))
     assert losses == pytest.approx([alone.train_step() for _ in range(3)], abs=1e-6)
     for name, weight in alone.model.state_dict().items():
         torch.testing.assert_close(weights[name], weight, atol=2e-6, rtol=1e-5)
@@ -161,7 +116,7 @@ def test_two_processes_give_the_result_of_one(
 def test_a_loss_that_is_no_number_stops_and_saves_the_batch(
     config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = _trainer(config(tmp_path))
+    trainer = make_trainer(config(tmp_path))
     trainer.save()
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     loss = Objective.loss
@@ -175,13 +130,13 @@ def test_a_loss_that_is_no_number_stops_and_saves_the_batch(
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(weight, before[name])
     monkeypatch.undo()
-    assert _trainer(config(tmp_path)).run()  # from the checkpoint before
+    assert make_trainer(config(tmp_path)).run()  # from the checkpoint before
 
 
 def test_a_full_disk_leaves_the_checkpoint_and_resuming_works(
     config, tmp_path: Path, file_size_limit
 ) -> None:
-    trainer = _trainer(config(tmp_path))
+    trainer = make_trainer(config(tmp_path))
     trainer.train_step()
     trainer.save()
     kept = (tmp_path / "checkpoint.pt").read_bytes()
@@ -190,23 +145,23 @@ def test_a_full_disk_leaves_the_checkpoint_and_resuming_works(
         trainer.save()
     assert (tmp_path / "checkpoint.pt").read_bytes() == kept
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
-    again = _trainer(config(tmp_path))
+    again = make_trainer(config(tmp_path))
     assert again.step == 1
     assert again.run()
 
 
 def test_resuming_with_other_settings_is_refused(config, tmp_path: Path) -> None:
-    _trainer(config(tmp_path)).save()
+    make_trainer(config(tmp_path)).save()
     with pytest.raises(TrainConfigError, match=r"other settings: optim was .*'lr': 0\.003"):
-        _trainer(config(tmp_path, optim={"lr": 1e-3}))
+        make_trainer(config(tmp_path, optim={"lr": 1e-3}))
     with pytest.raises(TrainConfigError, match="other settings: stages"):
-        _trainer(config(tmp_path, stages={"stable": 11}))
+        make_trainer(config(tmp_path, stages={"stable": 11}))
     with pytest.raises(TrainConfigError, match="other settings: data"):
-        _trainer(config(tmp_path, data={"held_out_percent": 30}))
+        make_trainer(config(tmp_path, data={"held_out_percent": 30}))
 
 
 def test_training_lowers_the_loss_and_keeps_the_best(config, tmp_path: Path) -> None:
-    trainer = _trainer(
+    trainer = make_trainer(
         config(tmp_path, stages={"stable": 60}, optim={"lr": 1e-2}, run={"eval_every": 15})
     )
     best = trainer.run()
@@ -241,8 +196,8 @@ def test_compiled_steps_are_the_eager_ones(config, tmp_path: Path, name: str) ->
 
 
 def test_bf16_compute_keeps_fp32_master_weights(config, tmp_path: Path) -> None:
-    trainer = _trainer(config(tmp_path, run={"bf16": True}))
-    whole = _trainer(config(tmp_path))
+    trainer = make_trainer(config(tmp_path, run={"bf16": True}))
+    whole = make_trainer(config(tmp_path))
     assert trainer.train_step() == pytest.approx(whole.train_step(), rel=0.02)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     moments = [v for s in trainer.optimizer.state.values() for v in s.values() if v.dim()]

@@ -123,7 +123,9 @@ class EvalSection:
 class RunSection:
     folder: str = "work/run"
     device: str = "auto"  # auto, cpu, cuda; meta with --dry-run only
-    init_from: str | None = None  # a drafter to go on from, instead of a fresh or warm start
+    # What to go on from, instead of a fresh or warm start: a run's folder (fp32 weights, AdamW's
+    # moments, no warm-up), or a drafter's (bf16 weights alone).
+    init_from: str | None = None
     teacher_from: str | None = None  # a trained teacher, instead of the teacher stage
     export: str | None = None  # where the finished drafter goes; None: <folder>/drafter
     threads: int = 0  # 0 leaves torch's choice
@@ -149,6 +151,11 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is one; the drafter then starts with its head."""
+        return bool(self.stages.teacher or self.run.teacher_from)
 
     @property
     def needs_teacher(self) -> bool:
@@ -194,7 +201,7 @@ class TrainConfig:
             )
         if self.model.window < 2:
             raise TrainConfigError(f"model.window = {self.model.window}: must be 2 or above")
-        if self.needs_teacher and not (self.stages.teacher or self.run.teacher_from):
+        if self.needs_teacher and not self.has_teacher:
             raise TrainConfigError(
                 "stages.warm_up and stages.transition need a teacher: set stages.teacher, or "
                 "run.teacher_from to the folder of a trained one"

@@ -14,12 +14,13 @@ from torch import nn
 
 from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter, load_drafter, save_drafter
 from sglang_dlite.training.anchors import AnchorSpec, Pick, Reply, is_held_out
-from sglang_dlite.training.config import DataSection, TrainConfig, TrainConfigError
+from sglang_dlite.training.config import DataSection, ModelSection, TrainConfig, TrainConfigError
 from sglang_dlite.training.dataset import DatasetError, fingerprint, load_replies
 from sglang_dlite.training.distributed import World
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.provenance import read_metrics, write_provenance
 from sglang_dlite.training.reply_kinds import is_looping
+from sglang_dlite.training.run_checkpoint import has_checkpoint, read_checkpoint
 from sglang_dlite.training.run_folder import copy_for_serving, load_teacher
 from sglang_dlite.training.schedule import Sampler, Stage, plan_stages
 from sglang_dlite.training.simulate import EvalSet, simulate_folders
@@ -85,20 +86,33 @@ class Session:
 
     def fresh_drafter(self) -> DLiteDrafter:
         """A drafter from `run.init_from`, the target's weights, or nothing."""
-        if self.config.run.init_from:
-            earlier = load_drafter(self.config.run.init_from, dtype=torch.float32)
-            if earlier.config != self.shape:
-                raise TrainConfigError(
-                    f"run.init_from: {self.config.run.init_from} has another shape than the model "
-                    f"section: {earlier.config} instead of {self.shape}"
-                )
-            return earlier.requires_grad_(True)
         drafter = DLiteDrafter(self.shape)
-        self._warm_start(drafter, self.folder)
+        if has_checkpoint(self.folder):
+            return drafter  # the trainer takes the weights from there
+        if self.config.run.init_from:
+            self._load_earlier(drafter, Path(self.config.run.init_from))
+        else:
+            self._warm_start(drafter, self.folder)
         return drafter
 
+    def _load_earlier(self, drafter: DLiteDrafter, folder: Path) -> None:
+        """The weights of a training run's folder, or of a drafter's."""
+        if has_checkpoint(folder):
+            saved = read_checkpoint(folder, torch.device("cpu"))
+            weights = saved["model"]
+            shape = drafter_config(self.target.shape, ModelSection(**saved["identity"]["model"]))
+        else:
+            earlier = load_drafter(folder)
+            weights, shape = earlier.state_dict(), earlier.config
+        if shape != self.shape:
+            raise TrainConfigError(
+                f"run.init_from: {folder} has another shape than the model section: {shape} "
+                f"instead of {self.shape}"
+            )
+        drafter.load_state_dict(weights)
+
     def _warm_start(self, model: DLiteDrafter, folder: Path) -> None:
-        if not self.config.model.warm_start or (folder / "checkpoint.pt").exists():
+        if not self.config.model.warm_start or has_checkpoint(folder):
             return
         last = self.shape.num_target_layers - 1
         spec = AnchorSpec((last,), 1, 1, 1)
@@ -172,7 +186,7 @@ class Session:
         )
         if self.world.is_main:
             print(announcement, file=sys.stderr)
-        return Trainer(
+        trainer = Trainer(
             name,
             config,
             model.to(self.device),
@@ -189,6 +203,20 @@ class Session:
             self.world,
             self._identity(name, stages, sum(map(len, places))),
         )
+        if not is_teacher and not has_checkpoint(folder):
+            self._take_over(trainer)
+        return trainer
+
+    def _take_over(self, trainer: Trainer) -> None:
+        """Go on with the moments of `run.init_from`, where that is a training run's folder."""
+        run = self.config.run
+        # With a teacher the head is the teacher's, and the earlier head's moments are not its own.
+        if not run.init_from or self.config.has_teacher or not has_checkpoint(Path(run.init_from)):
+            return
+        trainer.take_over(Path(run.init_from))
+        if self.world.is_main:
+            steps = f"{trainer.steps_before} steps of {run.init_from}"
+            print(f"train: goes on behind {steps}, without a warm-up", file=sys.stderr)
 
     def _identity(self, name: str, stages: list[Stage], anchors: int) -> dict[str, Any]:
         """What a checkpoint must agree on: everything that changes the weights' path."""

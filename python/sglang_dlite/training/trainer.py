@@ -15,9 +15,15 @@ from torch import nn
 
 from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter
 from sglang_dlite.training.anchors import AnchorBatch, AnchorSpec, Pick, to_device
-from sglang_dlite.training.config import TrainConfig, TrainConfigError
+from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.distributed import World
 from sglang_dlite.training.objective import Objective
+from sglang_dlite.training.run_checkpoint import (
+    has_checkpoint,
+    read_checkpoint,
+    require_same_settings,
+    write_checkpoint,
+)
 from sglang_dlite.training.run_folder import copy_for_serving, save_model
 from sglang_dlite.training.run_record import RunRecord
 from sglang_dlite.training.schedule import Sampler, Stage, learning_rate, mixture, stage_at
@@ -72,6 +78,7 @@ class Trainer:
             self._compile()
         self.record: RunRecord | None = None  # while the run is on
         self.step = 0
+        self.steps_before = 0  # of the runs whose weights and moments this one took over
         self.train_seconds = 0.0
         self.anchors_seen = 0
         self.best: dict[str, Any] = {}
@@ -92,10 +99,13 @@ class Trainer:
         optim = self.config.optim
         mix = mixture(self.stages, self.step)
         self.model.sequential_head.requires_grad_(not mix.head_frozen)
-        rate = learning_rate(self.step, self.steps, self.peak_lr, optim.warmup_ratio)
+        # Moments that were taken over are warm already.
+        warmup = 0.0 if self.steps_before else optim.warmup_ratio
+        rate = learning_rate(self.step, self.steps, self.peak_lr, warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        micro = self.sampler.micro_batches(self.step)
+        place = self.steps_before + self.step  # goes on in the data where the earlier run stopped
+        micro = self.sampler.micro_batches(place)
         below = self.objective.denominators(micro, self.source.replies, self.spec.num_drafts)
         spec = self.spec
         if not (mix.distill or isinstance(self.model, HistoryAwareDrafter)):
@@ -107,7 +117,7 @@ class Trainer:
             batch = to_device(self.source.batch(micro[index], spec), self.device)
             # Seeded by the place in the run: a resumed run, or another number of processes,
             # draws what an unbroken one would have drawn.
-            seed = (optim.seed * 1_000_003 + self.step) * 1_009 + index
+            seed = (optim.seed * 1_000_003 + place) * 1_009 + index
             generator = torch.Generator().manual_seed(seed)
             loss = self.objective.loss(self.model, batch, mix, below, generator)
             loss.backward()
@@ -233,6 +243,7 @@ class Trainer:
         """Replace the run's checkpoint atomically. Raises `StorageError`, leaving the old one."""
         state = {
             "step": self.step,
+            "steps_before": self.steps_before,
             "identity": self.identity,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -240,27 +251,33 @@ class Trainer:
             "anchors_seen": self.anchors_seen,
             "best": self.best,
         }
-        write_atomically(self.folder / "checkpoint.pt", lambda file: torch.save(state, file))
+        write_checkpoint(self.folder, state)
 
     def _resume(self) -> None:
-        path = self.folder / "checkpoint.pt"
-        if not path.exists():
+        if not has_checkpoint(self.folder):
             return
-        saved = torch.load(path, weights_only=True, map_location=self.device)
-        before = saved["identity"]
-        differing = [key for key in self.identity if before.get(key) != self.identity[key]]
-        if differing:
-            changes = "; ".join(
-                f"{key} was {before.get(key)!r}, is {self.identity[key]!r}" for key in differing
-            )
-            raise TrainConfigError(
-                f"{path} was made with other settings: {changes}. Set run.folder to a new folder, "
-                "or restore the settings."
-            )
+        saved = read_checkpoint(self.folder, self.device)
+        require_same_settings(self.folder, saved["identity"], self.identity)
+        self._restore(saved)
+        self.step, self.steps_before = saved["step"], saved["steps_before"]
+        self.train_seconds, self.anchors_seen = saved["train_seconds"], saved["anchors_seen"]
+        self.best = saved["best"]
+
+    def take_over(self, folder: Path) -> None:
+        """Start where another run of the same shape stopped: its fp32 weights and moments.
+
+        The plan is this run's own, from its step 0 and without a warm-up; batches go on behind
+        the earlier run's, so that the same data are not seen in the same order again.
+        """
+        saved = read_checkpoint(folder, self.device)
+        self._restore(saved)
+        # Checkpoints written before there was `take_over` have no runs before them.
+        self.steps_before = saved.get("steps_before", 0) + saved["step"]
+
+    def _restore(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.train_seconds = saved["step"], saved["train_seconds"]
-        self.anchors_seen, self.best = saved["anchors_seen"], saved["best"]
+        groups = self.optimizer.state_dict()["param_groups"]  # this run's betas, not the other's
+        self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
 
 
 def _score(result: dict[str, Any]) -> float:

@@ -109,6 +109,9 @@ class OptimSection:
     warmup_ratio: float = 0.04
     clip: float = 1.0
     betas: tuple[float, ...] = (0.9, 0.95)
+    # Decay per step of a moving average of the weights, which is then what is evaluated, kept and
+    # exported (average.py); 0: none.
+    ema: float = 0.0
     seed: int = 0
 
 
@@ -190,6 +193,8 @@ class TrainConfig:
                 raise TrainConfigError(f"{name} = {value!r}: must be {' or '.join(allowed)}")
         if not 0 <= self.optim.warmup_ratio < 1:
             raise TrainConfigError(f"optim.warmup_ratio = {self.optim.warmup_ratio}: must be 0..1")
+        if not 0 <= self.optim.ema < 1:
+            raise TrainConfigError(f"optim.ema = {self.optim.ema}: must be 0..1, 1 left out")
         if not 0 < self.distill.keep <= 1:
             raise TrainConfigError(f"distill.keep = {self.distill.keep}: must be above 0, up to 1")
         if len(self.optim.betas) != 2:

@@ -15,6 +15,7 @@ from torch import nn
 
 from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter
 from sglang_dlite.training.anchors import AnchorBatch, AnchorSpec, Pick, to_device
+from sglang_dlite.training.average import WeightAverage
 from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.distributed import World
 from sglang_dlite.training.objective import Objective
@@ -74,6 +75,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=0.0, betas=(first, second), weight_decay=0.0, fused=True
         )
+        decay = config.optim.ema
+        self.average = WeightAverage(self.model, decay) if decay else None
         if config.run.compile:
             self._compile()
         self.record: RunRecord | None = None  # while the run is on
@@ -130,6 +133,8 @@ class Trainer:
         if not (math.isfinite(value) and math.isfinite(norm.item())):
             raise self._diverged(value, norm.item(), micro, batch)
         self.optimizer.step()
+        if self.average:
+            self.average.update()
         self.step += 1
         self.anchors_seen += sum(len(pick.places) for picks in micro for pick in picks)
         return value
@@ -194,9 +199,13 @@ class Trainer:
                 if self.step % run.checkpoint_every == 0 or last:
                     self.save()
 
+    def _served(self) -> DLiteDrafter:
+        """What would be served: the model, or its average, in bf16."""
+        return copy_for_serving(self.model, self.average and self.average.weights)
+
     def _log(self, loss: float) -> None:
         assert self.record is not None
-        length = self._expected_length(copy_for_serving(self.model), _QUICK_ROWS)
+        length = self._expected_length(self._served(), _QUICK_ROWS)
         stage = stage_at(self.stages, self.step - 1).name
         values = {
             "stage": stage,
@@ -210,8 +219,8 @@ class Trainer:
         self.record.add(self.step, "train", values)
 
     def evaluate(self) -> dict[str, Any]:
-        """Measure a bf16 copy of the model (what will be served); keep it if it is the best."""
-        model = copy_for_serving(self.model)
+        """Measure what would be served; keep it if it is the best."""
+        model = self._served()
         embed, began = self.objective.embed, time.perf_counter()
         tau = simulated_tau(model, embed, self.eval_set) if self.eval_set.num_rows else {}
         result = {
@@ -247,6 +256,7 @@ class Trainer:
             "identity": self.identity,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "average": self.average and self.average.state_dict(),
             "train_seconds": self.train_seconds,
             "anchors_seen": self.anchors_seen,
             "best": self.best,
@@ -278,6 +288,12 @@ class Trainer:
         self.model.load_state_dict(saved["model"])
         groups = self.optimizer.state_dict()["param_groups"]  # this run's betas, not the other's
         self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+        if self.average:
+            # An earlier run may have had none.
+            if saved.get("average"):
+                self.average.load_state_dict(saved["average"])
+            else:
+                self.average.start_anew()
 
 
 def _score(result: dict[str, Any]) -> float:

@@ -115,16 +115,20 @@ class Session:
         if not self.config.model.warm_start or has_checkpoint(folder):
             return
         last = self.shape.num_target_layers - 1
-        spec = AnchorSpec((last,), 1, 1, 1)
+        layers = self.shape.target_layer_ids
+        spec = AnchorSpec((*layers, last), 1, 1, 1)
         source = OnlineStates(self.target, self.replies)
         short = [
             i for i in self.training
             if len(self.replies[i].prompt_ids) + self.replies[i].length <= _WARM_START_TOKENS
         ] or self.training  # fmt: skip
-        chosen = short[:: -(-len(short) // _WARM_START_REPLIES)]
-        hiddens = [source.batch([Pick(i, self.replies[i].places)], spec) for i in chosen]
-        states = torch.cat([batch.pivot_states[:, 0] for batch in hiddens])
-        warm_start(model, self.target.model, states)
+        hiddens, sums = [], torch.zeros(len(layers), self.shape.hidden_size)
+        for i in short[:: -(-len(short) // _WARM_START_REPLIES)]:
+            states = source.batch([Pick(i, self.replies[i].places)], spec).pivot_states
+            hiddens.append(states[:, -1])
+            sums += states[:, :-1].float().sum(0)
+        seen = torch.cat(hiddens)
+        warm_start(model, self.target.model, seen, sums / len(seen))
 
     def teacher(self) -> HistoryAwareDrafter | None:
         """The teacher that the drafter's stages need, trained first if need be."""

@@ -32,6 +32,12 @@ def test_every_shipped_config_loads_by_its_name(path: Path) -> None:
         ({"data": {"replies": "work"}}, "data.replies = 'work'"),
         ({"data": {"states": "cache"}}, "data.top_k = 0 with data.states = cache"),
         ({"stages": {"warm_up": 1}}, "need a teacher: set stages.teacher, or run.teacher_from"),
+        (
+            {"data": {"weights": {"chat": -1}}},
+            "data.weights: chat = -1.0: must be 0 (leave it out)",
+        ),
+        ({"data": {"weights": ["chat"]}}, "data.weights = ['chat']: must be dict[str, float]"),
+        ({"optim": {"ema": 1}}, "optim.ema = 1.0: must be 0..1, 1 left out"),
         ({"model": {"window": 1}}, "model.window = 1: must be 2 or above"),
         ({"target": {"dtype": "int8"}}, "must be float32 or bfloat16 or float16"),
         ({"model": 3}, "section 'model' must hold keys"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,10 @@ class DataSection:
     max_tokens: int = 8192  # prompt + reply; longer ones are left out
     min_reply_tokens: int = 2  # an anchor needs a label
     drop_looping: bool = False  # leave out replies that repeat themselves (reply_kinds.py)
+    # Keep the anchors before a reply's third round of the same only (reply_kinds.loop_start).
+    cut_loops: bool = False
+    # How often an epoch visits a source's replies, by source; once where none is named.
+    weights: dict[str, float] = field(default_factory=dict)
     states: str = "online"  # online: a target forward per batch; cache: written by `cache-states`
     cache: str = "work/states"  # folder of the cache
     cached_anchors_per_reply: int = 256
@@ -191,6 +196,11 @@ class TrainConfig:
             if self._get(name) not in allowed:
                 value = self._get(name)
                 raise TrainConfigError(f"{name} = {value!r}: must be {' or '.join(allowed)}")
+        for source, weight in self.data.weights.items():
+            if not 0 <= weight < math.inf:
+                raise TrainConfigError(
+                    f"data.weights: {source} = {weight}: must be 0 (leave it out) or above"
+                )
         if not 0 <= self.optim.warmup_ratio < 1:
             raise TrainConfigError(f"optim.warmup_ratio = {self.optim.warmup_ratio}: must be 0..1")
         if not 0 <= self.optim.ema < 1:
@@ -280,6 +290,7 @@ _CONVERT: dict[str, tuple[tuple[type, ...], Callable[[Any], Any]]] = {
     "str | None": ((str, type(None)), lambda value: value),
     "int | None": ((int, type(None)), lambda value: value),
     "float | None": ((int, float, str), float),
+    "dict[str, float]": ((dict,), lambda value: {str(k): float(v) for k, v in value.items()}),
     "tuple[str, ...]": ((list,), lambda value: tuple(str(item) for item in value)),
     "tuple[int, ...]": ((list,), lambda value: tuple(int(item) for item in value)),
     "tuple[float, ...]": ((list,), lambda value: tuple(float(item) for item in value)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,29 +70,66 @@ def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> fl
 class Sampler:
     """Which anchors a step sees: a function of (seed, step) only, so resuming needs no state.
 
-    An epoch visits every reply once, in an order of its own. A visit draws up to
-    `anchors_per_reply` of its places without replacement.
+    An epoch visits every reply once, in an order of its own, or as often as its source's weight
+    says. A visit draws up to `anchors_per_reply` of its places without replacement.
     """
 
-    def __init__(self, places: Sequence[np.ndarray], optim: OptimSection) -> None:
-        """places[i]: where reply i can have an anchor; replies without any are not visited."""
-        self._usable = np.flatnonzero([len(some) > 0 for some in places])
-        if len(self._usable) == 0:
+    def __init__(
+        self,
+        places: Sequence[np.ndarray],
+        optim: OptimSection,
+        sources: Sequence[str] = (),
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """places[i]: where reply i can have an anchor; replies without any are not visited.
+
+        weights: visits of a source's replies per epoch, of `sources` [number of replies]; one for
+        sources that are not named. Raises `TrainConfigError` where nothing is left to visit.
+        """
+        usable = np.flatnonzero([len(some) > 0 for some in places])
+        self._parts = [(usable, len(usable))]  # replies, and visits to them per epoch
+        if weights:
+            by_source: dict[str, list[int]] = {}
+            for reply in usable.tolist():
+                by_source.setdefault(sources[reply], []).append(reply)
+            unknown = sorted(weights.keys() - set(sources))
+            if unknown:
+                raise TrainConfigError(
+                    f"data.weights names {', '.join(unknown)}; the sources are "
+                    f"{', '.join(sorted(set(sources)))}"
+                )
+            self._parts = [
+                (np.array(replies), round(weights.get(source, 1.0) * len(replies)))
+                for source, replies in sorted(by_source.items())
+            ]
+        self._visits = sum(visits for _, visits in self._parts)
+        if self._visits == 0:
             raise TrainConfigError("no anchors to train on: the data sets hold no usable reply")
         self._places, self._optim = places, optim
-        self._batch = min(optim.batch_replies, len(self._usable))
-        self._epoch, self._order = -1, self._usable
+        self._batch = min(optim.batch_replies, self._visits)
+        self._epoch, self._order = -1, usable
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self._usable) // self._batch
+        return self._visits // self._batch
+
+    def _visited(self, epoch: int) -> np.ndarray:
+        """The replies of an epoch, sorted. A source's turn goes round: no reply is visited once
+        more than another, or once less, over any number of epochs."""
+        chosen = []
+        for number, (replies, visits) in enumerate(self._parts):
+            # Mixed once, so that replies that are neighbours in their file do not go together.
+            mixed = np.random.default_rng((self._optim.seed, number)).permutation(replies)
+            turn = epoch * visits + np.arange(visits)
+            chosen.append(mixed[turn % len(mixed)])
+        return np.sort(np.concatenate(chosen))
 
     def micro_batches(self, step: int) -> list[list[Pick]]:
         """The picks of step 0, 1, ..., one list per forward pass."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = np.random.default_rng((self._optim.seed, epoch))
-            self._epoch, self._order = epoch, generator.permutation(self._usable)
+            self._epoch, self._order = epoch, generator.permutation(self._visited(epoch))
         replies = self._order[index * self._batch : (index + 1) * self._batch]
         generator = np.random.default_rng((self._optim.seed, epoch, index))
         picks = [Pick(int(reply), self._draw(int(reply), generator)) for reply in replies]

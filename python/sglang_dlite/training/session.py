@@ -19,7 +19,7 @@ from sglang_dlite.training.dataset import DatasetError, fingerprint, load_replie
 from sglang_dlite.training.distributed import World
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.provenance import read_metrics, write_provenance
-from sglang_dlite.training.reply_kinds import is_looping
+from sglang_dlite.training.reply_kinds import is_looping, loop_start
 from sglang_dlite.training.run_checkpoint import has_checkpoint, read_checkpoint
 from sglang_dlite.training.run_folder import copy_for_serving, load_teacher
 from sglang_dlite.training.schedule import Sampler, Stage, plan_stages
@@ -173,8 +173,11 @@ class Session:
             places = [reply.places for reply in self.replies]
             held_out = self.held_out
         trained = set(self.training)
-        places = [some if i in trained else some[:0] for i, some in enumerate(places)]
-        sampler = Sampler(places, config.optim)
+        places = [
+            some[some < self._end(i)] if i in trained else some[:0] for i, some in enumerate(places)
+        ]
+        sources = [reply.source for reply in self.replies]
+        sampler = Sampler(places, config.optim, sources, config.data.weights)
         names = ("teacher",) if is_teacher else ("warm_up", "transition", "stable")
         stages = plan_stages(config.stages, names, sampler.steps_per_epoch)
         if not stages:
@@ -221,6 +224,11 @@ class Session:
         if self.world.is_main:
             steps = f"{trainer.steps_before} steps of {run.init_from}"
             print(f"train: goes on behind {steps}, without a warm-up", file=sys.stderr)
+
+    def _end(self, index: int) -> int:
+        """The place of a reply from which on it is not learned from."""
+        reply = self.replies[index].reply_ids.tolist()
+        return loop_start(reply) if self.config.data.cut_loops else len(reply)
 
     def _identity(self, name: str, stages: list[Stage], anchors: int) -> dict[str, Any]:
         """What a checkpoint must agree on: everything that changes the weights' path."""

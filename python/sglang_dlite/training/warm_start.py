@@ -9,7 +9,7 @@
   RMSNorm, and a state's mean over all positions is 22 to 63 % of its energy (SmolLM2-135M; in one
   layer a single dimension has 58 %): left in, the norm scales down what tells positions apart.
   Learning alone does not do it, AdamW moves an entry by the learning rate and states are 2 to 30.
-- A teacher's history projection passes the post-final-norm state on, as the pivot's last slot has it.
+- A teacher's history projection passes the post-final-norm state on, as the pivot's slot has it.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from sglang_dlite.training.dataset import load_replies
 from sglang_dlite.training.reply_kinds import LOOKUP_NGRAM, is_looping, lookup_walk, repeated_share
 from sglang_dlite.training.simulate import (
     EvalSet,
+    choose_evenly,
     context_bucket,
     simulate_greedy,
     simulated_tau,
@@ -83,6 +84,17 @@ def test_the_teacher_can_be_played_as_a_drafter(data: EvalSet, frozen) -> None:
 
 def _reply(prompt: int, ids: list[int]) -> Reply:
     return Reply("x#0", "s", 0, np.arange(prompt), np.array(ids))
+
+
+def test_replies_to_evaluate_are_of_all_sources_alike() -> None:
+    sources = ["a"] * 20 + ["b"] * 2 + ["c"] * 9
+    indices = range(1, 31)  # 19 of a
+    assert choose_evenly(indices, sources, 30) == list(indices)
+    chosen = choose_evenly(indices, sources, 12)
+    assert [sum(sources[i] == s for i in chosen) for s in "abc"] == [5, 2, 5]
+    assert chosen == sorted(chosen) and chosen[0] == 1 and chosen[-1] == 30
+    assert len(choose_evenly(indices, sources, 2)) == 2
+    assert choose_evenly([], sources, 3) == choose_evenly(indices, sources, 0) == []
 
 
 def test_looping_replies_are_reported_apart(data: EvalSet, monkeypatch) -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from sglang_dlite.drafter import HistoryAwareDrafter, load_drafter
 from sglang_dlite.training.config import TrainConfigError, from_dict
+from sglang_dlite.training.divergence import TrainingDiverged
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.session import Session
 from sglang_dlite.training.storage import StorageError
-from sglang_dlite.training.trainer import TrainingDiverged
 
-from .conftest import make_trainer, train_settings
+from .conftest import MODEL, make_trainer, train_settings
 
 
 def _lines(folder: Path, kind: str) -> list[dict]:
@@ -26,16 +26,18 @@ def _lines(folder: Path, kind: str) -> list[dict]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def test_a_resumed_run_repeats_the_unbroken_one(config, tmp_path: Path) -> None:
-    whole = make_trainer(config(tmp_path / "whole"))
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_a_resumed_run_repeats_the_unbroken_one(config, tmp_path: Path, log_every: int) -> None:
+    every = {"log_every": log_every}
+    whole = make_trainer(config(tmp_path / "whole", run=every))
     whole.run()
     losses = {x["step"]: x["loss"] for x in _lines(tmp_path / "whole", "train")}
-    assert list(losses) == list(range(1, 11))
+    assert list(losses) == list(range(log_every, 11, log_every))
 
     class Killed(Exception):
         pass
 
-    broken = make_trainer(config(tmp_path / "broken"))
+    broken = make_trainer(config(tmp_path / "broken", run=every))
     step, count = broken.train_step, 0
 
     def killed() -> float:
@@ -48,12 +50,12 @@ def test_a_resumed_run_repeats_the_unbroken_one(config, tmp_path: Path) -> None:
     broken.train_step = killed  # type: ignore[method-assign]
     with pytest.raises(Killed):
         broken.run()
-    again = make_trainer(config(tmp_path / "broken"))
+    again = make_trainer(config(tmp_path / "broken", run=every))
     assert again.step == 4
     again.run()
     resumed = {x["step"]: x["loss"] for x in _lines(tmp_path / "broken", "train")}
     assert resumed == pytest.approx(losses, abs=1e-6)
-    assert len(_lines(tmp_path / "broken", "train")) == 10  # no step twice
+    assert len(_lines(tmp_path / "broken", "train")) == len(losses)  # no step twice
     for name, weight in whole.model.state_dict().items():
         torch.testing.assert_close(again.model.state_dict()[name], weight, atol=1e-6, rtol=0)
 
@@ -74,7 +76,10 @@ from pathlib import Path
 from sglang_dlite.training.config import load_config
 from sglang_dlite.training.session import Session
 session = Session(load_config(Path(sys.argv[1]), sys.argv[2:]))
-trainer = session.trainer("drafter", session.fresh_drafter(), None)
+drafter = session.fresh_drafter()
+if not session.world.is_main:  # eigenvectors of a warm start may differ between machines
+    drafter.norm.weight.data.neg_()
+trainer = session.trainer("drafter", drafter, None)
 losses = [trainer.train_step() for _ in range(3)]
 if session.world.is_main:
     torch.save((losses, trainer.model.state_dict()), trainer.folder / "result.pt")
@@ -113,6 +118,15 @@ def test_two_processes_give_the_result_of_one(
         torch.testing.assert_close(weights[name], weight, atol=2e-6, rtol=1e-5)
 
 
+def test_processes_that_would_idle_are_refused(
+    config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(config(tmp_path, optim={"micro_replies": 2}))
+    session.world.size = 4
+    with pytest.raises(TrainConfigError, match=r"4 processes for 3 forward passes.*micro_replies"):
+        session.trainer("drafter", session.fresh_drafter(), None)
+
+
 def test_a_loss_that_is_no_number_stops_and_saves_the_batch(
     config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,13 +138,40 @@ def test_a_loss_that_is_no_number_stops_and_saves_the_batch(
     with pytest.raises(TrainingDiverged, match=r"loss is nan.*diverged-step0-rank0\.pt"):
         trainer.run()
     saved = torch.load(tmp_path / "diverged-step0-rank0.pt")
-    assert saved["step"] == 0 and len(saved["picks"]) == 6
+    assert saved["step"] == 0 and len(saved["picks"]) == 6 and saved["batch"]["window"] is None
     rows = sum(len(places) for _, places in saved["picks"])
     assert saved["batch"]["labels"].shape == (rows, 4)
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(weight, before[name])
     monkeypatch.undo()
     assert make_trainer(config(tmp_path)).run()  # from the checkpoint before
+
+
+def test_a_teachers_diverged_batch_has_its_window(
+    config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(config(tmp_path, stages={"teacher": 3}))
+    teacher = HistoryAwareDrafter(session.shape, MODEL["window"])
+    trainer = session.trainer("teacher", teacher, None)
+    assert trainer is not None
+    loss = Objective.loss
+    monkeypatch.setattr(Objective, "loss", lambda *args: loss(*args) * float("nan"))
+    with pytest.raises(TrainingDiverged):
+        trainer.train_step()
+    batch = torch.load(tmp_path / "teacher/diverged-step0-rank0.pt")["batch"]
+    features, index, valid, position = batch["window"]
+    assert features.shape[1:] == (3, 32) and index.shape == valid.shape
+    assert len(position) == len(batch["labels"])
+
+
+def test_a_full_disk_names_the_best_drafter(config, tmp_path: Path, file_size_limit) -> None:
+    trainer = make_trainer(config(tmp_path))
+    with file_size_limit(20_000), pytest.raises(StorageError, match=r"best.*Free some space"):
+        trainer.evaluate()
+    assert not (tmp_path / "best").exists()
+    trainer.best = {}
+    trainer.evaluate()
+    assert load_drafter(tmp_path / "best").config == trainer.model.config
 
 
 def test_a_full_disk_leaves_the_checkpoint_and_resuming_works(
@@ -158,6 +199,17 @@ def test_resuming_with_other_settings_is_refused(config, tmp_path: Path) -> None
         make_trainer(config(tmp_path, stages={"stable": 11}))
     with pytest.raises(TrainConfigError, match="other settings: data"):
         make_trainer(config(tmp_path, data={"held_out_percent": 30}))
+    # A best score on other replies is on another scale.
+    with pytest.raises(TrainConfigError, match=r"other settings: eval was .*'replies': 60"):
+        make_trainer(config(tmp_path, eval={"replies": 3}))
+    with pytest.raises(TrainConfigError, match=r"other settings: target was .*'float32'"):
+        make_trainer(config(tmp_path, target={"dtype": "bfloat16"}))
+    with pytest.raises(TrainConfigError, match=r"other settings: stages\.unit was 'steps'"):
+        make_trainer(config(tmp_path, stages={"unit": "minutes", "stable": 1 / 6}))
+    session = Session(config(tmp_path))
+    teacher = HistoryAwareDrafter(session.shape, MODEL["window"])
+    with pytest.raises(TrainConfigError, match="other settings: teacher was None"):
+        session.trainer("drafter", session.fresh_drafter(), teacher)
 
 
 def test_training_lowers_the_loss_and_keeps_the_best(config, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class ModelSection:
     pivot_states: int = 8  # S, placed by the release's rule
     target_layer_ids: tuple[int, ...] = ()  # instead of the rule
     intermediate_size: int | None = None  # of the MLPs; None: the target's
-    mask_token_id: int = 4  # a vocabulary row that text never produces
+    mask_token_id: int | None = None  # a row that text never produces; None: the embedded model's
     warm_start: bool = True  # from the target's weights
     window: int = 32  # W of the teacher
 
@@ -74,7 +74,9 @@ class ModelSection:
 class StagesSection:
     """How long each stage lasts; 0 switches it off. Direct training has only `stable`."""
 
-    unit: str = "epochs"  # epochs (fractions allowed) or steps
+    # epochs (fractions allowed), steps, or minutes: of training, evaluations and the first step
+    # after a start (which compiles) not counted. Minutes do not give the same run twice.
+    unit: str = "epochs"
     teacher: float = 0.0  # the history-aware teacher, against the target
     warm_up: float = 0.0  # drafter against the teacher's law; head copied and frozen
     transition: float = 0.0  # cosine from the warm-up's loss to the stable one; head free
@@ -188,7 +190,7 @@ class TrainConfig:
             if self._get(name) < 0:
                 raise TrainConfigError(f"{name} = {self._get(name)}: must be 0 or above")
         for name, allowed in (
-            ("stages.unit", ("epochs", "steps")),
+            ("stages.unit", ("epochs", "steps", "minutes")),
             ("data.states", ("online", "cache")),
             ("target.dtype", ("float32", "bfloat16", "float16")),
             ("run.device", ("auto", "cpu", "cuda", "meta")),
@@ -213,6 +215,11 @@ class TrainConfig:
             raise TrainConfigError(
                 "data.top_k = 0 with data.states = cache: the cache keeps the likeliest tokens "
                 "only. Set data.top_k (48, say), or data.states=online."
+            )
+        if self.target.path and self.model.mask_token_id is None:
+            raise TrainConfigError(
+                f"model.mask_token_id is not set for {self.target.path}: give a row of its "
+                "vocabulary that text never produces (Qwen3: 151669)"
             )
         if self.model.window < 2:
             raise TrainConfigError(f"model.window = {self.model.window}: must be 2 or above")

@@ -15,11 +15,11 @@ from sglang_dlite.training.config import OptimSection, StagesSection, TrainConfi
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` optimiser steps from step `start` on."""
+    """From `start` on for `length`: in optimiser steps, or in seconds of training."""
 
     name: str
     start: int
-    steps: int
+    length: int
 
 
 class Mixture(NamedTuple):
@@ -31,40 +31,40 @@ class Mixture(NamedTuple):
 
 
 def plan_stages(section: StagesSection, names: Sequence[str], steps_per_epoch: int) -> list[Stage]:
-    """The stages that last at least a step, in order."""
+    """The stages that last at least a step (or a second), in order."""
+    scale = {"epochs": steps_per_epoch, "steps": 1, "minutes": 60}[section.unit]
     stages: list[Stage] = []
     start = 0
     for name in names:
-        length = getattr(section, name)
-        steps = round(length * (steps_per_epoch if section.unit == "epochs" else 1))
-        if steps:
-            stages.append(Stage(name, start, steps))
-            start += steps
+        length = round(getattr(section, name) * scale)
+        if length:
+            stages.append(Stage(name, start, length))
+            start += length
     return stages
 
 
-def mixture(stages: Sequence[Stage], step: int) -> Mixture:
-    """The mixture at a step: warm-up (1, 0), transition on a cosine to stable's (0, 1)."""
-    stage = stage_at(stages, step)
+def mixture(stages: Sequence[Stage], at: float) -> Mixture:
+    """The mixture at a step (or second): warm-up (1, 0), on a cosine to stable's (0, 1)."""
+    stage = stage_at(stages, at)
     if stage.name == "warm_up":
         return Mixture(1.0, 0.0, True)
     if stage.name == "transition":
-        progress = (step - stage.start + 0.5) / stage.steps
+        progress = min(1.0, (at - stage.start + 0.5) / stage.length)
         fading = 0.5 * (1 + math.cos(math.pi * progress))
         return Mixture(fading, 1 - fading, False)
     return Mixture(0.0, 1.0, False)
 
 
-def stage_at(stages: Sequence[Stage], step: int) -> Stage:
-    return next(s for s in reversed(stages) if s.start <= step)
+def stage_at(stages: Sequence[Stage], at: float) -> Stage:
+    return next(s for s in reversed(stages) if s.start <= at)
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
-    """Linear warm-up, then cosine to zero, over all stages; `step` counts from 0."""
-    warmup = max(1, int(steps * warmup_ratio))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+def learning_rate(at: float, length: int, peak: float, warmup_ratio: float) -> float:
+    """Linear warm-up, then cosine to zero, over all stages; `at` counts steps or seconds from 0."""
+    warmup = max(1, int(length * warmup_ratio))
+    if at < warmup:
+        return peak * min(1.0, (at + 1) / warmup)
+    return peak * 0.5 * (1 + math.cos(math.pi * (at - warmup) / max(1, length - warmup)))
 
 
 class Sampler:
@@ -112,6 +112,10 @@ class Sampler:
     @property
     def steps_per_epoch(self) -> int:
         return self._visits // self._batch
+
+    @property
+    def passes_per_step(self) -> int:
+        return -(-self._batch // self._optim.micro_replies)
 
     def _visited(self, epoch: int) -> np.ndarray:
         """The replies of an epoch, sorted. A source's turn goes round: no reply is visited once

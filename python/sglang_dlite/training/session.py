@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from dataclasses import asdict
@@ -12,22 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter, load_drafter, save_drafter
+from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter, load_drafter
 from sglang_dlite.training.anchors import AnchorSpec, Pick, Reply, is_held_out
 from sglang_dlite.training.config import DataSection, ModelSection, TrainConfig, TrainConfigError
 from sglang_dlite.training.dataset import DatasetError, fingerprint, load_replies
 from sglang_dlite.training.distributed import World
+from sglang_dlite.training.identity import (
+    digest_of_places,
+    digest_of_texts,
+    digest_of_weights,
+    run_identity,
+)
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.provenance import read_metrics, write_provenance
 from sglang_dlite.training.reply_kinds import is_looping, loop_start
 from sglang_dlite.training.run_checkpoint import has_checkpoint, read_checkpoint
-from sglang_dlite.training.run_folder import copy_for_serving, load_teacher
-from sglang_dlite.training.schedule import Sampler, Stage, plan_stages
-from sglang_dlite.training.simulate import EvalSet, simulate_folders
+from sglang_dlite.training.run_folder import copy_for_serving, load_teacher, save_model
+from sglang_dlite.training.schedule import Sampler, plan_stages
+from sglang_dlite.training.simulate import EvalSet, choose_evenly, simulate_folders
 from sglang_dlite.training.state_cache import CachedStates
 from sglang_dlite.training.states import OnlineStates, StateSource
 from sglang_dlite.training.targets import FrozenTarget, drafter_config
-from sglang_dlite.training.trainer import Trainer, spread
+from sglang_dlite.training.trainer import Trainer
 from sglang_dlite.training.warm_start import warm_start
 
 _WARM_START_REPLIES, _WARM_START_TOKENS = 48, 1024
@@ -73,8 +78,7 @@ class Session:
             i for i in held
             if len(self.replies[i].prompt_ids) + self.replies[i].length <= config.eval.max_tokens
         ]  # fmt: skip
-        hashes = json.dumps(sorted(fingerprint(folders).values()))
-        self.data_hash = hashlib.sha256(hashes.encode()).hexdigest()
+        self.data_digest = digest_of_texts(sorted(fingerprint(folders).values()))
         self.folder = Path(run.folder)
         if config.eval.folders:  # read at the end of the run: be sure of them now
             try:
@@ -178,6 +182,12 @@ class Session:
         ]
         sources = [reply.source for reply in self.replies]
         sampler = Sampler(places, config.optim, sources, config.data.weights)
+        if self.world.size > sampler.passes_per_step:
+            raise TrainConfigError(
+                f"{self.world.size} processes for {sampler.passes_per_step} forward passes per "
+                f"step: the others would idle. Lower optim.micro_replies (it is "
+                f"{config.optim.micro_replies}), raise optim.batch_replies, or start fewer"
+            )
         names = ("teacher",) if is_teacher else ("warm_up", "transition", "stable")
         stages = plan_stages(config.stages, names, sampler.steps_per_epoch)
         if not stages:
@@ -185,14 +195,26 @@ class Session:
         folder = self.folder / "teacher" if is_teacher else self.folder
         loss = config.teacher_loss if is_teacher else config.loss
         eval_spec = AnchorSpec.of(self.shape, config.data.top_k, config.model.window * is_teacher)
-        chosen = spread(held_out, config.eval.replies) if self.world.is_main else []
+        chosen = choose_evenly(held_out, sources, config.eval.replies)
+        unit = "seconds" if config.stages.unit == "minutes" else "steps"
         announcement = (
             f"train: {name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; "
             f"{len(trained)} replies, {sum(map(len, places))} anchors; {len(chosen)} replies held "
-            f"out; {', '.join(f'{s.name} {s.steps} steps' for s in stages)}"
+            f"out; {', '.join(f'{s.name} {s.length} {unit}' for s in stages)}"
         )
         if self.world.is_main:
             print(announcement, file=sys.stderr)
+        content = {
+            "replies": self.data_digest,
+            "anchors": digest_of_places(places),
+            "eval": {
+                "replies": config.eval.replies,
+                "chosen": digest_of_texts(self.replies[i].id for i in chosen),
+            },
+            # Two caches of the same anchors differ in precision and in the layers they hold.
+            "cache": asdict(source.format) if isinstance(source, CachedStates) else None,
+            "teacher": None if teacher is None else digest_of_weights(teacher.state_dict()),
+        }
         trainer = Trainer(
             name,
             config,
@@ -204,11 +226,11 @@ class Session:
             Objective(
                 loss, config.distill, self.embed, self.target.lm_head, config.run.bf16, teacher
             ),
-            EvalSet(source, chosen, eval_spec, self.device),
+            EvalSet(source, chosen if self.world.is_main else [], eval_spec, self.device),
             folder,
             config.optim.teacher_lr if is_teacher else config.optim.lr,
             self.world,
-            self._identity(name, stages, sum(map(len, places))),
+            run_identity(config, name, stages, self.target.shape, content),
         )
         if not is_teacher and not has_checkpoint(folder):
             self._take_over(trainer)
@@ -230,27 +252,6 @@ class Session:
         reply = self.replies[index].reply_ids.tolist()
         return loop_start(reply) if self.config.data.cut_loops else len(reply)
 
-    def _identity(self, name: str, stages: list[Stage], anchors: int) -> dict[str, Any]:
-        """What a checkpoint must agree on: everything that changes the weights' path."""
-        config = self.config
-        loss = config.teacher_loss if name == "teacher" else config.loss
-        data = asdict(config.data)
-        for key in ("replies", "cache", "cached_layer_ids"):  # where, not what
-            del data[key]
-        value = {
-            "model": asdict(config.model),
-            "loss": asdict(loss),
-            "distill": asdict(config.distill),
-            "optim": asdict(config.optim),
-            "stages": [asdict(stage) for stage in stages],
-            "bf16": config.run.bf16,
-            "compile": config.run.compile,
-            "data": data,
-            "replies": self.data_hash,
-            "anchors": anchors,
-        }
-        return json.loads(json.dumps(value))
-
     def run(self) -> Path:
         """All stages, then the export of the best drafter with its provenance."""
         config = self.config
@@ -265,7 +266,7 @@ class Session:
         export = Path(config.run.export or self.folder / "drafter")
         if self.world.is_main:
             final = load_drafter(self.folder / "best")
-            save_drafter(copy_for_serving(final), export)
+            save_model(copy_for_serving(final), export)
             self._record(export, final, best)
         return export
 

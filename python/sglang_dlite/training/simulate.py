@@ -94,6 +94,29 @@ class EvalSet:
         return to_device(select(self.batch, torch.from_numpy(rows)), self.device)
 
 
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the items, evenly spread."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i] for i in np.linspace(0, len(items) - 1, count).round().astype(int)]
+
+
+def choose_evenly(indices: Sequence[int], sources: Sequence[str], count: int) -> list[int]:
+    """At most `count` of the replies `indices`, sorted: as many of each source as can be.
+
+    The score is the mean over the sources, and its error is that of the smallest of them.
+    """
+    groups: dict[str, list[int]] = {}
+    for index in indices:
+        groups.setdefault(sources[index], []).append(index)
+    chosen: list[int] = []
+    smallest_first = sorted(groups.values(), key=len)
+    for number, group in enumerate(smallest_first):
+        share = (count - len(chosen)) // (len(groups) - number)
+        chosen += spread(group, share)
+    return sorted(chosen)
+
+
 @torch.no_grad()
 def simulate_greedy(drafter: DLiteDrafter, embed: Embed, data: EvalSet) -> list[Acceptance]:
     """Play each reply; returns its counts, in the order of `data.replies`."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, DrafterConfigError
-from sglang_dlite.drafter.checkpoint import CheckpointError, save_drafter
+from sglang_dlite.drafter.checkpoint import CheckpointError
 from sglang_dlite.training.config import TrainConfig, TrainConfigError, load_config
 from sglang_dlite.training.dataset import DatasetError
 from sglang_dlite.training.state_cache import CacheError
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sglang_dlite.training.trainer import TrainingDiverged
+    from sglang_dlite.training.divergence import TrainingDiverged
 
     try:
         config = load_config(args.config, args.overrides)
@@ -61,6 +61,7 @@ def dry_run(config: TrainConfig) -> Path | None:
     """Estimate, and on a real device an initialised checkpoint that can be served."""
     import torch
 
+    from sglang_dlite.training.run_folder import save_model
     from sglang_dlite.training.session import Session, pick_device
 
     _, shape = announce(config)
@@ -73,7 +74,7 @@ def dry_run(config: TrainConfig) -> Path | None:
     else:
         drafter = DLiteDrafter(shape)
     export = Path(config.run.export or Path(config.run.folder) / "drafter")
-    save_drafter(drafter.bfloat16(), export)
+    save_model(drafter.bfloat16(), export)
     return export
 
 

@@ -18,6 +18,7 @@ from sglang_dlite.training.anchors import AnchorBatch, AnchorSpec, Pick, to_devi
 from sglang_dlite.training.average import WeightAverage
 from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.distributed import World
+from sglang_dlite.training.divergence import TrainingDiverged, keep_evidence
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.run_checkpoint import (
     has_checkpoint,
@@ -28,15 +29,10 @@ from sglang_dlite.training.run_checkpoint import (
 from sglang_dlite.training.run_folder import copy_for_serving, save_model
 from sglang_dlite.training.run_record import RunRecord
 from sglang_dlite.training.schedule import Sampler, Stage, learning_rate, mixture, stage_at
-from sglang_dlite.training.simulate import EvalSet, simulated_tau, teacher_forced_length
+from sglang_dlite.training.simulate import EvalSet, simulated_tau, spread, teacher_forced_length
 from sglang_dlite.training.states import StateSource
-from sglang_dlite.training.storage import StorageError, write_atomically
 
 _QUICK_ROWS, _EVAL_ROWS = 128, 1024
-
-
-class TrainingDiverged(RuntimeError):
-    """A loss or gradient is not finite; the message names the file that holds the batch."""
 
 
 class Trainer:
@@ -67,10 +63,13 @@ class Trainer:
         self.name, self.config, self.spec = name, config, spec
         self.model = model.float().train()
         self.device = model.norm.weight.device
+        # Each process made its own: eigenvectors may differ in sign from one to the next.
+        world.share(parameter.data for parameter in self.model.parameters())
         self.source, self.sampler, self.stages = source, sampler, stages
         self.objective, self.eval_set, self.folder = objective, eval_set, folder
         self.peak_lr, self.world, self.identity = peak_lr, world, identity
-        self.steps = stages[-1].start + stages[-1].steps
+        self.length = stages[-1].start + stages[-1].length
+        self.timed = config.stages.unit == "minutes"
         first, second = config.optim.betas
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=0.0, betas=(first, second), weight_decay=0.0, fused=True
@@ -85,6 +84,7 @@ class Trainer:
         self.train_seconds = 0.0
         self.anchors_seen = 0
         self.best: dict[str, Any] = {}
+        self.losses: list[float] = []  # since the last line of the record
         self._resume()
 
     def _compile(self) -> None:
@@ -95,16 +95,21 @@ class Trainer:
         name = "backbone_with_history" if teacher else "backbone"
         setattr(self.model, name, torch.compile(getattr(self.model, name), dynamic=True))
 
+    @property
+    def position(self) -> float:
+        """Where the run is in its stages."""
+        return self.train_seconds if self.timed else self.step
+
     # ---- one step -------------------------------------------------------------------------
 
     def train_step(self) -> float:
         """One optimiser step; returns the loss, the same in every process."""
         optim = self.config.optim
-        mix = mixture(self.stages, self.step)
+        mix = mixture(self.stages, self.position)
         self.model.sequential_head.requires_grad_(not mix.head_frozen)
         # Moments that were taken over are warm already.
         warmup = 0.0 if self.steps_before else optim.warmup_ratio
-        rate = learning_rate(self.step, self.steps, self.peak_lr, warmup)
+        rate = learning_rate(self.position, self.length, self.peak_lr, warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         place = self.steps_before + self.step  # goes on in the data where the earlier run stopped
@@ -143,25 +148,8 @@ class Trainer:
         self, loss: float, norm: float, micro: list[list[Pick]], batch: AnchorBatch | None
     ) -> TrainingDiverged:
         path = self.folder / f"diverged-step{self.step}-rank{self.world.rank}.pt"
-        picks = [
-            (self.source.replies[pick.reply].id, pick.places.tolist())
-            for picks in micro
-            for pick in picks
-        ]
-        tensors = None if batch is None else {
-            "pivot_states": batch.pivot_states,
-            "token_group": batch.token_group,
-            "next_tokens": batch.next_tokens,
-            "labels": batch.labels,
-            "labelled": batch.labelled,
-            "law": tuple(batch.law),
-        }  # fmt: skip
-        report = {"step": self.step, "loss": loss, "norm": norm, "picks": picks, "batch": tensors}
-        try:
-            write_atomically(path, lambda file: torch.save(report, file))
-            where = f"The step's replies and its last batch are in {path}."
-        except StorageError as error:
-            where = f"The batch could not be saved: {error}"
+        picks = [pick for picks in micro for pick in picks]
+        where = keep_evidence(path, self.step, loss, norm, picks, self.source.replies, batch)
         return TrainingDiverged(
             f"step {self.step}: loss is {loss}, gradient norm {norm}. {where} The last checkpoint "
             f"is from before. Lower the learning rate (now {self.peak_lr:g}) or leave the replies "
@@ -171,9 +159,12 @@ class Trainer:
     # ---- the run --------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step; returns the best evaluation, whose model is in `best/`."""
+        """Train to the end; returns the best evaluation, whose model is in `best/`."""
         if self.world.is_main:
-            self.record = RunRecord(self.folder, self.name, self.step, self.steps)
+            unit = "s" if self.timed else "step"
+            self.record = RunRecord(
+                self.folder, self.name, self.step, self.position, self.length, unit
+            )
         try:
             self._loop()
         finally:
@@ -183,17 +174,20 @@ class Trainer:
 
     def _loop(self) -> None:
         run = self.config.run
-        losses: list[float] = []
-        while self.step < self.steps:
-            began = time.perf_counter()
-            losses.append(self.train_step())
-            self.train_seconds += time.perf_counter() - began
-            last = self.step == self.steps
+        first = True
+        while self.position < self.length:
+            began, stage = time.perf_counter(), stage_at(self.stages, self.position).name
+            loss = self.train_step()
+            if not first:
+                seconds = time.perf_counter() - began
+                self.train_seconds += self.world.of_main(seconds, self.device)
+            first = False
+            last = self.position >= self.length
             if self.record:
-                self.record.bar.update()
+                self.losses.append(loss)
+                self.record.advance(self.position)
                 if self.step % run.log_every == 0:
-                    self._log(sum(losses) / len(losses))
-                    losses = []
+                    self._log(stage)
                 if self.step % run.eval_every == 0 or last:
                     self.evaluate()
                 if self.step % run.checkpoint_every == 0 or last:
@@ -201,12 +195,12 @@ class Trainer:
 
     def _served(self) -> DLiteDrafter:
         """What would be served: the model, or its average, in bf16."""
-        return copy_for_serving(self.model, self.average and self.average.weights)
+        return copy_for_serving(self.model, self.average.weights if self.average else None)
 
-    def _log(self, loss: float) -> None:
+    def _log(self, stage: str) -> None:
         assert self.record is not None
+        loss, self.losses = sum(self.losses) / len(self.losses), []
         length = self._expected_length(self._served(), _QUICK_ROWS)
-        stage = stage_at(self.stages, self.step - 1).name
         values = {
             "stage": stage,
             "loss": loss,
@@ -256,10 +250,11 @@ class Trainer:
             "identity": self.identity,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "average": self.average and self.average.state_dict(),
+            "average": self.average.state_dict() if self.average else None,
             "train_seconds": self.train_seconds,
             "anchors_seen": self.anchors_seen,
             "best": self.best,
+            "losses": self.losses,
         }
         write_checkpoint(self.folder, state)
 
@@ -271,7 +266,7 @@ class Trainer:
         self._restore(saved)
         self.step, self.steps_before = saved["step"], saved["steps_before"]
         self.train_seconds, self.anchors_seen = saved["train_seconds"], saved["anchors_seen"]
-        self.best = saved["best"]
+        self.best, self.losses = saved["best"], saved["losses"]
 
     def take_over(self, folder: Path) -> None:
         """Start where another run of the same shape stopped: its fp32 weights and moments.
@@ -302,10 +297,3 @@ def _score(result: dict[str, Any]) -> float:
         return -math.inf
     tau = result["tau"].get("mean", result["expected_length"])
     return -math.inf if math.isnan(tau) else tau
-
-
-def spread(items: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the items, evenly spread."""
-    if len(items) <= count:
-        return list(items)
-    return [items[i] for i in np.linspace(0, len(items) - 1, count).round().astype(int)]

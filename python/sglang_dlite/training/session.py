@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def usable(reply: Reply, data: DataSection) -> bool:
     return reply.length >= max(2, data.min_reply_tokens) and tokens <= data.max_tokens
 
 
+def split_replies(replies: Sequence[Reply], config: TrainConfig) -> tuple[list[int], list[int]]:
+    """Indices of the replies to train on, and of those that may be evaluated on."""
+    good = [i for i, reply in enumerate(replies) if usable(reply, config.data)]
+    held = {i for i in good if is_held_out(replies[i].id, config.data.held_out_percent)}
+    short = [i for i in sorted(held) if len(replies[i].tokens) <= config.eval.max_tokens]
+    return [i for i in good if i not in held], short
+
+
 class Session:
     """What the stages of one run share: target, replies, their states, the processes."""
 
@@ -70,14 +79,7 @@ class Session:
         self.embed = nn.Embedding.from_pretrained(self.target.embedding.detach())
         folders = [Path(folder) for folder in config.data.replies]
         self.replies = load_replies(folders, self.target.shape.vocab_size)
-        percent = config.data.held_out_percent
-        good = [i for i, reply in enumerate(self.replies) if usable(reply, config.data)]
-        held = [i for i in good if is_held_out(self.replies[i].id, percent)]
-        self.training = sorted(set(good) - set(held))
-        self.held_out = [
-            i for i in held
-            if len(self.replies[i].prompt_ids) + self.replies[i].length <= config.eval.max_tokens
-        ]  # fmt: skip
+        self.training, self.held_out = split_replies(self.replies, config)
         self.data_digest = digest_of_texts(sorted(fingerprint(folders).values()))
         self.folder = Path(run.folder)
         if config.eval.folders:  # read at the end of the run: be sure of them now

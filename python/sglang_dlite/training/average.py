@@ -16,12 +16,12 @@ class WeightAverage:
         named = dict(model.named_parameters())
         self._names, self._parameters = list(named), list(named.values())
         self._decay = decay
-        self.start_anew()
+        self.start_anew(0)
 
-    def start_anew(self) -> None:
-        """Forget all but the model's present weights."""
+    def start_anew(self, steps: int) -> None:
+        """Start at the model's present weights, which `steps` steps have made."""
         self._values = [p.detach().clone() for p in self._parameters]
-        self._steps = 0
+        self._steps = steps
 
     @torch.no_grad()
     def update(self) -> None:

@@ -251,8 +251,8 @@ class Session:
 
     def _end(self, index: int) -> int:
         """The place of a reply from which on it is not learned from."""
-        reply = self.replies[index].reply_ids.tolist()
-        return loop_start(reply) if self.config.data.cut_loops else len(reply)
+        reply = self.replies[index]
+        return loop_start(reply.reply_ids.tolist()) if self.config.data.cut_loops else reply.length
 
     def run(self) -> Path:
         """All stages, then the export of the best drafter with its provenance."""

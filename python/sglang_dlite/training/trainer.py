@@ -284,11 +284,10 @@ class Trainer:
         groups = self.optimizer.state_dict()["param_groups"]  # this run's betas, not the other's
         self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
         if self.average:
-            # An earlier run may have had none.
             if saved.get("average"):
                 self.average.load_state_dict(saved["average"])
-            else:
-                self.average.start_anew()
+            else:  # an earlier run that had none
+                self.average.start_anew(saved["step"])
 
 
 def _score(result: dict[str, Any]) -> float:

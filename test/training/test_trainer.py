@@ -221,10 +221,17 @@ def test_training_lowers_the_loss_and_keeps_the_best(config, tmp_path: Path) -> 
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
     evaluations = _lines(tmp_path, "eval")
     assert [line["step"] for line in evaluations] == [15, 30, 45, 60]
-    assert best["tau"]["mean"] == max(line["tau"]["mean"] for line in evaluations)
+    assert best["score"] == max(line["score"] for line in evaluations)
     loaded = load_drafter(tmp_path / "best")
     assert loaded.dtype == torch.bfloat16 and loaded.config == trainer.model.config
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_without_held_out_replies_the_latest_is_kept(config, tmp_path: Path) -> None:
+    every = {"eval_every": 2}
+    trainer = make_trainer(config(tmp_path, data={"held_out_percent": 0}, run=every))
+    assert trainer.run()["step"] == 10
+    assert (tmp_path / "best/model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -29,7 +29,13 @@ from sglang_dlite.training.run_checkpoint import (
 from sglang_dlite.training.run_folder import copy_for_serving, save_model
 from sglang_dlite.training.run_record import RunRecord
 from sglang_dlite.training.schedule import Sampler, Stage, learning_rate, mixture, stage_at
-from sglang_dlite.training.simulate import EvalSet, simulated_tau, spread, teacher_forced_length
+from sglang_dlite.training.simulate import (
+    EvalSet,
+    selection_score,
+    simulated_tau,
+    spread,
+    teacher_forced_length,
+)
 from sglang_dlite.training.states import StateSource
 
 _QUICK_ROWS, _EVAL_ROWS = 128, 1024
@@ -217,15 +223,20 @@ class Trainer:
         model = self._served()
         embed, began = self.objective.embed, time.perf_counter()
         tau = simulated_tau(model, embed, self.eval_set) if self.eval_set.num_rows else {}
+        expected = self._expected_length(model, _EVAL_ROWS)
+        score = selection_score(tau, self.eval_set.replies)
         result = {
             "step": self.step,
             "tau": tau,
-            "expected_length": self._expected_length(model, _EVAL_ROWS),
+            "expected_length": expected,
+            # Without any reply to walk (all of them loop, say) the expected length decides.
+            "score": expected if math.isnan(score) else score,
             "anchors": self.anchors_seen,
             "train_seconds": round(self.train_seconds, 1),
             "eval_seconds": round(time.perf_counter() - began, 1),
         }
-        if _score(result) > _score(self.best):
+        # Not `>`: without any held-out reply the score is no number, and the latest is kept.
+        if not (self.best and result["score"] <= self.best["score"]):
             self.best = result
             save_model(model, self.folder / "best")
         if self.record:
@@ -288,11 +299,3 @@ class Trainer:
                 self.average.load_state_dict(saved["average"])
             else:  # an earlier run that had none
                 self.average.start_anew(saved["step"])
-
-
-def _score(result: dict[str, Any]) -> float:
-    """What models are selected by: simulated tau; without any reply to walk, expected length."""
-    if not result:
-        return -math.inf
-    tau = result["tau"].get("mean", result["expected_length"])
-    return -math.inf if math.isnan(tau) else tau

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_dlite.training.config import ModelSection
+from sglang_dlite.training.config import ModelSection, TrainConfig, from_dict
 from sglang_dlite.training.dataset import Description, ReplyRecord, ReplyWriter
+from sglang_dlite.training.session import Session
 from sglang_dlite.training.targets import FrozenTarget
+from sglang_dlite.training.trainer import Trainer
 
 VOCAB = 257
 LAYERS = 4
@@ -134,6 +136,53 @@ def write_replies(hf_model) -> WriteReplies:
 def data_folder(write_replies: WriteReplies, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """30 replies; tests must not write to it."""
     return write_replies(tmp_path_factory.mktemp("data"), [12, 1, 20, 7, 2, 16] * 5)
+
+
+def train_settings(target: Path, data: Path, folder: Path) -> dict:
+    """The raw config of a tiny run."""
+    return {
+        "target": {"path": str(target), "dtype": "float32"},
+        "data": {"replies": [str(data)], "held_out_percent": 20, "states": "online"},
+        "model": MODEL,
+        "stages": {"unit": "steps", "stable": 10},
+        "loss": {"w_base": 0.06, "sample_positions": True},
+        "optim": {
+            "batch_replies": 6,
+            "anchors_per_reply": 4,
+            "micro_replies": 6,
+            "lr": 3e-3,
+            "seed": 5,
+        },
+        "run": {
+            "folder": str(folder),
+            "device": "cpu",
+            "bf16": False,
+            "log_every": 1,
+            "eval_every": 100,
+            "checkpoint_every": 4,
+        },
+    }
+
+
+@pytest.fixture
+def config(target: Path, data_folder: Path):
+    """config(folder, section={key: value}, ...)."""
+
+    def make(folder: Path, **sections) -> TrainConfig:
+        raw = train_settings(target, data_folder, folder)
+        for name, values in sections.items():
+            raw[name] = raw.get(name, {}) | values
+        return from_dict(raw)
+
+    return make
+
+
+def make_trainer(config: TrainConfig) -> Trainer:
+    """The drafter's trainer, at its last checkpoint."""
+    session = Session(config)
+    trainer = session.trainer("drafter", session.fresh_drafter(), None)
+    assert trainer is not None
+    return trainer
 
 
 @pytest.fixture

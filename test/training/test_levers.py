@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
-from sglang_dlite.training import levers
+from sglang_dlite.training import levers, trainer
 from sglang_dlite.training.config import SHIPPED_CONFIGS, load_config
 from sglang_dlite.training.targets import TargetShape, drafter_config
 
@@ -44,7 +45,12 @@ def test_the_documented_cache_serves_every_lever() -> None:
 @pytest.fixture
 def lever_file(target: Path, data_folder: Path, tmp_path: Path) -> Path:
     base = _write(
-        tmp_path / "base.yaml", target, data_folder, tmp_path / "unused", eval={"folders": []}
+        tmp_path / "base.yaml",
+        target,
+        data_folder,
+        tmp_path / "unused",
+        eval={"folders": []},
+        run={"log_every": 1, "eval_every": 1000},
     )
     two = {"teacher": 0.5, "warm_up": 0.25, "transition": 0, "stable": 0.25}
     raw = {
@@ -58,33 +64,31 @@ def lever_file(target: Path, data_folder: Path, tmp_path: Path) -> Path:
 
 
 def test_every_lever_gets_its_time(lever_file: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    cost = {"teacher": 2.0, "warm_up": 1.5, "stable": 0.5}
-    monkeypatch.setattr(levers, "seconds_per_step", lambda config, stage: cost[stage])
+    clock = itertools.count(step=0.25)  # a quarter of a second between any two looks at it
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: next(clock))
     out = tmp_path / "out"
-    arguments = [str(lever_file), "--minutes", "0.1", "--out", str(out)]  # 6 seconds
+    arguments = [str(lever_file), "--minutes", "0.2", "--out", str(out)]  # 12 seconds
     assert levers.main(arguments) == 0
     plain, two = (json.loads((out / n / "result.json").read_text()) for n in ("plain", "two"))
-    assert plain["steps"] == {"stable": 12}
-    assert two["steps"] == {"teacher": 2, "warm_up": 1, "stable": 3}
+    # Each model's first step compiles and is not counted.
+    assert plain["steps"] == {"drafter": 1 + 4 * 12} and plain["seconds"] == 12
+    assert two["steps"] == {"teacher": 1 + 4 * 6, "drafter": 1 + 4 * (3 + 3)}
+    assert two["seconds"] == 12
+    lines = [json.loads(x) for x in (out / "two/metrics.jsonl").read_text().splitlines()]
+    stages = [line["stage"] for line in lines if line["kind"] == "train"]
+    assert stages == ["warm_up"] * 13 + ["stable"] * 12
+    rates = [line["learning_rate"] for line in lines if line["kind"] == "train"]
+    assert rates[-1] < 0.02 * max(rates)  # the cosine came to its end
     assert plain["best"]["tau"]["mean"] >= 1 and "optim.seed=3" in plain["command"]
     page = (out / "levers.md").read_text()
     assert page.count("\n| ") == 3 and page.strip() in capsys.readouterr().out
-    monkeypatch.setattr(levers, "seconds_per_step", None)  # nothing is run again
+    monkeypatch.setattr(levers, "run_lever", None)  # nothing is run again
     assert levers.main(arguments) == 0
     (out / "levers.md").unlink()
     assert levers.main([*arguments, "--only", "plain"]) == 0
     assert (out / "levers.md").read_text() == page  # all that are finished, not this call's
     assert levers.main([*arguments, "--only", "nope"]) == 1
     assert "the levers are plain, two" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("stage", levers.STAGES)
-def test_steps_of_every_stage_can_be_timed(
-    target: Path, data_folder: Path, tmp_path: Path, stage: str
-) -> None:
-    path = _write(tmp_path / "c.yaml", target, data_folder, tmp_path / "run")
-    assert 0 < levers.seconds_per_step(load_config(path, []), stage) < 10
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_malformed_file_is_named(tmp_path: Path, capsys) -> None:

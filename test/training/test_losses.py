@@ -146,12 +146,14 @@ def test_position_weights_decay_by_gamma_or_not_at_all() -> None:
     assert position_weights(3, 0.0).tolist() == [1, 1, 1]
 
 
-def test_positions_are_sampled_in_proportion_to_their_weights() -> None:
+@pytest.mark.parametrize("gamma", [4.0, 1.3, 0.05])
+def test_positions_are_sampled_in_proportion_to_their_weights(gamma: float) -> None:
     generator = torch.Generator().manual_seed(0)
     labelled = torch.ones(20000, 7, dtype=torch.bool)
     labelled[:, 6] = False
-    share = sample_positions(labelled, 4.0, generator).float().mean(0)
-    expected = position_weights(7, 4.0)
+    share = sample_positions(labelled, gamma, generator).float().mean(0)
+    expected = position_weights(7, gamma)
     expected[6] = 0
     torch.testing.assert_close(share, expected, atol=0.015, rtol=0)
+    # An anchor has a label, and its first draft is always kept: no anchor is ever without a loss.
     assert share[0] == 1 and share[6] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,13 @@ def test_the_teacher_learns_by_the_same_loss(setting) -> None:
     assert torch.autograd.grad(got, teacher.history_fuse.weight)[0].abs().max() > 0
 
 
-def test_sampling_positions_keeps_the_loss_in_expectation(setting) -> None:
+@pytest.mark.parametrize("gamma", [2.0, 1.3])
+def test_sampling_positions_keeps_the_loss_in_expectation(setting, gamma: float) -> None:
     source, picks, batch, drafter, teacher, embed, lm_head = setting
     mixture = Mixture(0.5, 0.5, False)
-    whole = Objective(LOSS, DistillSection(), embed, lm_head, False, teacher)
-    sampled = LossSection(**(LOSS.__dict__ | {"sample_positions": True}))
+    loss = replace(LOSS, gamma=gamma)
+    whole = Objective(loss, DistillSection(), embed, lm_head, False, teacher)
+    sampled = replace(loss, sample_positions=True)
     some = Objective(sampled, DistillSection(keep=0.5), embed, lm_head, False, teacher)
     below = whole.denominators([picks], source.replies, 4)
     generator = torch.Generator().manual_seed(0)

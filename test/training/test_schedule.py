@@ -83,6 +83,53 @@ def test_anchors_are_drawn_without_replacement_from_all_places() -> None:
     assert seen == set(range(10, 40))
 
 
+def _visits(sampler: Sampler, epochs: int) -> np.ndarray:
+    """How often each reply is visited in the first epochs."""
+    counts = np.zeros(len(SOURCES), dtype=int)
+    for step in range(epochs * sampler.steps_per_epoch):
+        for pick in (pick for micro in sampler.micro_batches(step) for pick in micro):
+            counts[pick.reply] += 1
+    return counts
+
+
+SOURCES = ["a"] * 4 + ["b"] * 6 + ["c"] * 2
+
+
+def test_weights_say_how_often_a_source_is_visited() -> None:
+    places = [np.arange(5)] * len(SOURCES)
+    optim = OptimSection(batch_replies=3, anchors_per_reply=3, micro_replies=2)
+    weights = {"b": 0.5, "c": 2.5}
+    sampler = Sampler(places, optim, SOURCES, weights)
+    assert sampler.steps_per_epoch == 4  # 4 + 3 + 5 visits
+    assert _visits(sampler, 1)[:4].tolist() == [1] * 4
+    assert _visits(sampler, 1)[4:10].sum() == 3 and _visits(sampler, 1)[10:].sum() == 5
+    # Over two epochs each reply has had its turn equally often.
+    assert _visits(sampler, 2).tolist() == [2] * 4 + [1] * 6 + [5] * 2
+    # A new sampler, asked in any order, says the same: resuming needs no state.
+    fresh = Sampler(places, optim, SOURCES, weights)
+    for step in (7, 0, 3):
+        mine, theirs = fresh.micro_batches(step), sampler.micro_batches(step)
+        assert [[p.reply for p in m] for m in mine] == [[p.reply for p in m] for m in theirs]
+    none = Sampler(places, optim, SOURCES, {"a": 0, "c": 0})
+    assert _visits(none, 1).tolist() == [0] * 4 + [1] * 6 + [0] * 2
+
+
+def test_weights_of_one_change_nothing() -> None:
+    places = [np.arange(5)] * len(SOURCES)
+    optim = OptimSection(batch_replies=3, anchors_per_reply=3, micro_replies=2)
+    plain, named = Sampler(places, optim), Sampler(places, optim, SOURCES, {"b": 1.0})
+    for step in range(8):
+        for mine, theirs in zip(
+            plain.micro_batches(step)[0], named.micro_batches(step)[0], strict=True
+        ):
+            assert mine.reply == theirs.reply and np.array_equal(mine.places, theirs.places)
+
+
+def test_weights_of_an_unknown_source_are_refused() -> None:
+    with pytest.raises(TrainConfigError, match=r"data\.weights names d; the sources are a, b, c"):
+        Sampler([np.arange(5)] * len(SOURCES), OptimSection(), SOURCES, {"d": 1.0})
+
+
 def test_no_anchor_is_an_error() -> None:
     with pytest.raises(TrainConfigError, match="no anchors"):
         _sampler([np.arange(0)])

@@ -14,7 +14,9 @@ from sglang_dlite.training.dataset import load_replies
 from sglang_dlite.training.reply_kinds import LOOKUP_NGRAM, is_looping, lookup_walk, repeated_share
 from sglang_dlite.training.simulate import (
     EvalSet,
+    choose_evenly,
     context_bucket,
+    selection_score,
     simulate_greedy,
     simulated_tau,
 )
@@ -83,6 +85,29 @@ def test_the_teacher_can_be_played_as_a_drafter(data: EvalSet, frozen) -> None:
 
 def _reply(prompt: int, ids: list[int]) -> Reply:
     return Reply("x#0", "s", 0, np.arange(prompt), np.array(ids))
+
+
+def test_replies_to_evaluate_are_of_all_sources_alike() -> None:
+    sources = ["a"] * 20 + ["b"] * 2 + ["c"] * 9
+    indices = range(1, 31)  # 19 of a
+    assert choose_evenly(indices, sources, 30) == list(indices)
+    chosen = choose_evenly(indices, sources, 12)
+    assert [sum(sources[i] == s for i in chosen) for s in "abc"] == [5, 2, 5]
+    assert chosen == sorted(chosen) and chosen[0] == 1 and chosen[-1] == 30
+    assert len(choose_evenly(indices, sources, 2)) == 2
+    assert choose_evenly([], sources, 3) == choose_evenly(indices, sources, 0) == []
+
+
+def test_the_score_weighs_sources_by_the_root_of_their_tokens() -> None:
+    def replies(source: str, *lengths: int) -> list[Reply]:
+        return [Reply("x#0", source, 0, np.arange(2), np.arange(n)) for n in lengths]
+
+    loop = Reply("x#0", "a", 0, np.arange(2), np.array([5, 6, 7] * 40))
+    some = [*replies("a", 10), *replies("b", 21, 17), loop]  # 9 and 36 places
+    taus = {"a": 1.5, "b": 2.0, "mean": 1.75, "looping": 4.0}
+    assert selection_score(taus, some) == pytest.approx((3 * 1.5 + 6 * 2.0) / 9)
+    assert np.isnan(selection_score({"looping": 4.0}, [loop]))
+    assert np.isnan(selection_score({}, []))
 
 
 def test_looping_replies_are_reported_apart(data: EvalSet, monkeypatch) -> None:

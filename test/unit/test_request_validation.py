@@ -97,7 +97,7 @@ def test_a_processor_that_can_be_read() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 50, 10**6])
 def test_stop_tokens_that_no_output_holds_are_left_out(bad: int) -> None:
-    """min_new_tokens, this request's or another's, could not mask them; they never stop anything."""
+    """min_new_tokens, this request's or another's, could not mask them; they stop nothing."""
     asked = request({"stop_token_ids": [3, bad, 49], "max_new_tokens": 9})
     assert check_request(lambda scheduler, req: None, scheduler("DLITE"), asked) is None
     assert asked.sampling_params.stop_token_ids == {3, 49}

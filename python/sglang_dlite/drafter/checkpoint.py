@@ -79,7 +79,10 @@ def save_drafter(drafter: DLiteDrafter, path: str | os.PathLike[str]) -> None:
             name: tensor.detach().cpu().contiguous()
             for name, tensor in drafter.state_dict().items()
         }
-        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        try:
+            save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        except SafetensorError as error:  # what it raises where the disk refuses
+            raise OSError(f"cannot write {WEIGHTS_FILE}: {error}") from error
         text = json.dumps(drafter.config.to_dict(), indent=1) + "\n"
         (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
         for name in (WEIGHTS_FILE, CONFIG_FILE):

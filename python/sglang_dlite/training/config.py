@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,10 @@ class DataSection:
     max_tokens: int = 8192  # prompt + reply; longer ones are left out
     min_reply_tokens: int = 2  # an anchor needs a label
     drop_looping: bool = False  # leave out replies that repeat themselves (reply_kinds.py)
+    # Keep the anchors before a reply's third round of the same only (reply_kinds.loop_start).
+    cut_loops: bool = False
+    # How often an epoch visits a source's replies, by source; once where none is named.
+    weights: dict[str, float] = field(default_factory=dict)
     states: str = "online"  # online: a target forward per batch; cache: written by `cache-states`
     cache: str = "work/states"  # folder of the cache
     cached_anchors_per_reply: int = 256
@@ -60,7 +65,7 @@ class ModelSection:
     pivot_states: int = 8  # S, placed by the release's rule
     target_layer_ids: tuple[int, ...] = ()  # instead of the rule
     intermediate_size: int | None = None  # of the MLPs; None: the target's
-    mask_token_id: int = 4  # a vocabulary row that text never produces
+    mask_token_id: int | None = None  # a row that text never produces; None: the embedded model's
     warm_start: bool = True  # from the target's weights
     window: int = 32  # W of the teacher
 
@@ -69,7 +74,9 @@ class ModelSection:
 class StagesSection:
     """How long each stage lasts; 0 switches it off. Direct training has only `stable`."""
 
-    unit: str = "epochs"  # epochs (fractions allowed) or steps
+    # epochs (fractions allowed), steps, or minutes: of training, evaluations and the first step
+    # after a start (which compiles) not counted. Minutes do not give the same run twice.
+    unit: str = "epochs"
     teacher: float = 0.0  # the history-aware teacher, against the target
     warm_up: float = 0.0  # drafter against the teacher's law; head copied and frozen
     transition: float = 0.0  # cosine from the warm-up's loss to the stable one; head free
@@ -109,6 +116,9 @@ class OptimSection:
     warmup_ratio: float = 0.04
     clip: float = 1.0
     betas: tuple[float, ...] = (0.9, 0.95)
+    # Decay per step of a moving average of the weights, which is then what is evaluated, kept and
+    # exported (average.py); 0: none.
+    ema: float = 0.0
     seed: int = 0
 
 
@@ -123,7 +133,9 @@ class EvalSection:
 class RunSection:
     folder: str = "work/run"
     device: str = "auto"  # auto, cpu, cuda; meta with --dry-run only
-    init_from: str | None = None  # a drafter to go on from, instead of a fresh or warm start
+    # What to go on from, instead of a fresh or warm start: a run's folder (fp32 weights, AdamW's
+    # moments, no warm-up), or a drafter's (bf16 weights alone).
+    init_from: str | None = None
     teacher_from: str | None = None  # a trained teacher, instead of the teacher stage
     export: str | None = None  # where the finished drafter goes; None: <folder>/drafter
     threads: int = 0  # 0 leaves torch's choice
@@ -151,6 +163,11 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether there is one; the drafter then starts with its head."""
+        return bool(self.stages.teacher or self.run.teacher_from)
+
+    @property
     def needs_teacher(self) -> bool:
         return self.stages.warm_up > 0 or self.stages.transition > 0
 
@@ -173,7 +190,7 @@ class TrainConfig:
             if self._get(name) < 0:
                 raise TrainConfigError(f"{name} = {self._get(name)}: must be 0 or above")
         for name, allowed in (
-            ("stages.unit", ("epochs", "steps")),
+            ("stages.unit", ("epochs", "steps", "minutes")),
             ("data.states", ("online", "cache")),
             ("target.dtype", ("float32", "bfloat16", "float16")),
             ("run.device", ("auto", "cpu", "cuda", "meta")),
@@ -181,8 +198,15 @@ class TrainConfig:
             if self._get(name) not in allowed:
                 value = self._get(name)
                 raise TrainConfigError(f"{name} = {value!r}: must be {' or '.join(allowed)}")
+        for source, weight in self.data.weights.items():
+            if not 0 <= weight < math.inf:
+                raise TrainConfigError(
+                    f"data.weights: {source} = {weight}: must be 0 (leave it out) or above"
+                )
         if not 0 <= self.optim.warmup_ratio < 1:
             raise TrainConfigError(f"optim.warmup_ratio = {self.optim.warmup_ratio}: must be 0..1")
+        if not 0 <= self.optim.ema < 1:
+            raise TrainConfigError(f"optim.ema = {self.optim.ema}: must be 0..1, 1 left out")
         if not 0 < self.distill.keep <= 1:
             raise TrainConfigError(f"distill.keep = {self.distill.keep}: must be above 0, up to 1")
         if len(self.optim.betas) != 2:
@@ -192,9 +216,14 @@ class TrainConfig:
                 "data.top_k = 0 with data.states = cache: the cache keeps the likeliest tokens "
                 "only. Set data.top_k (48, say), or data.states=online."
             )
+        if self.target.path and self.model.mask_token_id is None:
+            raise TrainConfigError(
+                f"model.mask_token_id is not set for {self.target.path}: give a row of its "
+                "vocabulary that text never produces (Qwen3: 151669)"
+            )
         if self.model.window < 2:
             raise TrainConfigError(f"model.window = {self.model.window}: must be 2 or above")
-        if self.needs_teacher and not (self.stages.teacher or self.run.teacher_from):
+        if self.needs_teacher and not self.has_teacher:
             raise TrainConfigError(
                 "stages.warm_up and stages.transition need a teacher: set stages.teacher, or "
                 "run.teacher_from to the folder of a trained one"
@@ -268,6 +297,7 @@ _CONVERT: dict[str, tuple[tuple[type, ...], Callable[[Any], Any]]] = {
     "str | None": ((str, type(None)), lambda value: value),
     "int | None": ((int, type(None)), lambda value: value),
     "float | None": ((int, float, str), float),
+    "dict[str, float]": ((dict,), lambda value: {str(k): float(v) for k, v in value.items()}),
     "tuple[str, ...]": ((list,), lambda value: tuple(str(item) for item in value)),
     "tuple[int, ...]": ((list,), lambda value: tuple(int(item) for item in value)),
     "tuple[float, ...]": ((list,), lambda value: tuple(float(item) for item in value)),

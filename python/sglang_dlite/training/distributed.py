@@ -29,6 +29,20 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Give every process the main one's values."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
+    def of_main(self, value: float, device: torch.device) -> float:
+        """The main process's value of a number that the processes measure themselves."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0)
+        return shared.item()
+
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace each trainable parameter's gradient by the sum over the processes."""
         if self.size == 1:

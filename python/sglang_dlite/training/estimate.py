@@ -11,8 +11,9 @@ from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.losses import block_rows
 from sglang_dlite.training.targets import TargetShape
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_OPTIMIZER_BYTES = 16  # per parameter: fp32 weight, gradient, and AdamW's two moments
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STATE_BYTES = 12  # per parameter: fp32 weight and AdamW's two moments
+_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Estimate:
     teacher_parameters: int  # 0 without a teacher
     target_weights: int
     checkpoint: int  # of the exported drafter, bf16
-    training_state: int  # weights, gradients and moments of the model in training, the larger one
+    training_state: int  # of the model in training, the larger one: weights, gradients, moments
+    run_checkpoint: int  # of the same model: weights and moments, without gradients
+    run_folder: int  # all checkpoints of the run, one of them twice while it is replaced
     anchors: int  # in one forward pass
     activations: int  # kept for the backward pass of that many anchors
     loss_block: int  # the largest vocabulary-wide temporaries
@@ -35,19 +38,21 @@ class Estimate:
         """One line per figure."""
         lines = [
             ("drafter", f"{self.drafter_parameters / 1e6:,.1f} M parameters"),
-            ("  checkpoint, bf16", _size(self.checkpoint)),
-            ("target weights", f"at most {_size(self.target_weights)}"),
-            ("weights, gradients, AdamW moments (fp32)", _size(self.training_state)),
-            (f"activations of {self.anchors:,} anchors, about", _size(self.activations)),
-            ("vocabulary-wide loss temporaries", _size(self.loss_block)),
-            ("state cache, per chosen anchor, at most", _size(self.cached_per_anchor)),
-            ("  a million anchors", _size(1_000_000 * self.cached_per_anchor)),
-            ("pivot states, per token", _size(self.states_per_token)),
+            ("  checkpoint, bf16", size_text(self.checkpoint)),
+            ("target weights", f"at most {size_text(self.target_weights)}"),
+            ("weights, gradients, AdamW moments (fp32)", size_text(self.training_state)),
+            ("disk: checkpoint.pt", size_text(self.run_checkpoint)),
+            ("  the run's folder, at most", size_text(self.run_folder)),
+            (f"activations of {self.anchors:,} anchors, about", size_text(self.activations)),
+            ("vocabulary-wide loss temporaries", size_text(self.loss_block)),
+            ("state cache, per chosen anchor, at most", size_text(self.cached_per_anchor)),
+            ("  a million anchors", size_text(1_000_000 * self.cached_per_anchor)),
+            ("pivot states, per token", size_text(self.states_per_token)),
         ]
         if self.teacher_parameters:
             lines.insert(1, ("teacher", f"{self.teacher_parameters / 1e6:,.1f} M parameters"))
             lines.append(
-                ("history, per token that a window sees", _size(self.cached_per_history_token))
+                ("history, per token that a window sees", size_text(self.cached_per_history_token))
             )
         return "\n".join(f"{name:<44}{value:>18}" for name, value in lines)
 
@@ -66,20 +71,26 @@ def estimate(config: TrainConfig, target: TargetShape, drafter: DLiteConfig) -> 
     width = 4 if not config.run.bf16 else 2
     law = (4 + 2) * (config.data.top_k or 48)
     states = 2 * drafter.num_pivot_states * drafter.hidden_size
+    cached_layers = len(config.data.cached_layer_ids) or drafter.num_pivot_states
+    state_bytes = _STATE_BYTES + 4 * (config.optim.ema > 0)
+    sizes = [drafter_size, teacher_size * trains_teacher]  # of what is trained
     device = "cpu" if config.run.device == "cpu" else "cuda"  # the larger blocks, if in doubt
     whole_law = not config.data.top_k
     block = drafter.vocab_size * block_rows(drafter.vocab_size, whole_law, device)
     return Estimate(
         drafter_parameters=drafter_size,
         teacher_parameters=teacher_size,
-        target_weights=_DTYPE_BYTES[config.target.dtype] * _target_size(target),
+        target_weights=DTYPE_BYTES[config.target.dtype] * _target_size(target),
         checkpoint=2 * drafter_size,
-        training_state=_OPTIMIZER_BYTES * max(drafter_size, teacher_size * trains_teacher),
+        training_state=(state_bytes + _GRADIENT_BYTES) * max(sizes),
+        run_checkpoint=state_bytes * max(sizes),
+        # checkpoint.pt and best/ of both models, the export, and the larger file once more.
+        run_folder=state_bytes * (sum(sizes) + max(sizes)) + 2 * (sum(sizes) + drafter_size),
         anchors=anchors,
         activations=width * anchors * _activations(drafter, window),
         # Logits and q, turned into the gradient; with the whole law also p, and temporaries.
         loss_block=block * (6 * width if whole_law else 2 * width),
-        cached_per_anchor=states + drafter.num_drafts * law,
+        cached_per_anchor=2 * cached_layers * drafter.hidden_size + drafter.num_drafts * law,
         cached_per_history_token=2 * 3 * drafter.hidden_size,
         states_per_token=states,
     )
@@ -107,7 +118,7 @@ def _count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     """Decimal units, three digits."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):

@@ -1,7 +1,7 @@
 """Compare settings at equal budgets of time: `python -m sglang_dlite.training.levers`.
 
-A file names a config and, per lever, overrides. Each lever's steps are timed first; its number of
-steps is then fixed (`plan.json`), so that its run is an ordinary one: deterministic, resumable.
+A file names a config and, per lever, overrides; `config.stages` holds the shares of the time. The
+learning rate follows the time that is spent, so that a budget holds however busy the machine is.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +18,13 @@ import yaml
 
 from sglang_dlite.training.config import (
     SHIPPED_CONFIGS,
-    StagesSection,
-    TrainConfig,
     TrainConfigError,
     load_config,
 )
 from sglang_dlite.training.provenance import read_metrics
-from sglang_dlite.training.storage import write_atomically, write_json
+from sglang_dlite.training.storage import read_lines, write_atomically, write_json
 
 STAGES = ("teacher", "warm_up", "transition", "stable")
-_UNTIMED, _TIMED = 2, 7  # steps
-_EVALUATIONS = 4
 
 
 def read_levers(path: Path) -> tuple[str, list[str], dict[str, list[str]]]:
@@ -50,71 +42,33 @@ def read_levers(path: Path) -> tuple[str, list[str], dict[str, list[str]]]:
     return str(raw["config"]), list(raw.get("all") or []), levers
 
 
-def seconds_per_step(config: TrainConfig, stage: str) -> float:
-    """Median time of a step of one stage, in a throw-away run."""
-    from sglang_dlite.drafter import HistoryAwareDrafter
-    from sglang_dlite.training.session import Session
-
-    with tempfile.TemporaryDirectory() as scratch:
-        alone = {name: float(name == stage) * 1000 for name in STAGES}
-        timed = replace(
-            config,
-            stages=StagesSection(unit="steps", **alone),
-            # A teacher to learn from is made on the spot: its weights do not change the time.
-            run=replace(config.run, folder=scratch, teacher_from="(none)"),
-            eval=replace(config.eval, replies=0),
-        )
-        session = Session(timed)
-        teacher = HistoryAwareDrafter(session.shape, config.model.window)
-        if stage == "teacher":
-            trainer = session.trainer("teacher", teacher, None)
-        else:
-            needs = stage in ("warm_up", "transition")
-            trainer = session.trainer(
-                "drafter", session.fresh_drafter(), teacher if needs else None
-            )
-        assert trainer is not None
-        times = []
-        for _ in range(_UNTIMED + _TIMED):
-            began = time.perf_counter()
-            trainer.train_step()
-            times.append(time.perf_counter() - began)
-    return statistics.median(times[_UNTIMED:])
-
-
-def plan(config: TrainConfig, minutes: float) -> dict[str, int]:
-    """Steps per stage that take `minutes` in all; `config.stages` holds the shares of the time."""
-    shares = {name: getattr(config.stages, name) for name in STAGES}
-    total = sum(shares.values())
-    return {
-        name: max(1, round(60 * minutes * share / total / seconds_per_step(config, name)))
-        for name, share in shares.items()
-        if share
-    }
-
-
 def run_lever(base: str, overrides: list[str], minutes: float, folder: Path) -> None:
     """Train one lever, or go on with it, and write its `result.json`."""
     from sglang_dlite.training.train import train
 
-    config = load_config(Path(base), [*overrides, f"run.folder={folder}"])
-    if not (folder / "plan.json").exists():
-        write_json(folder / "plan.json", plan(config, minutes))
-    steps = json.loads((folder / "plan.json").read_text())
-    last = steps.get("stable") or sum(steps.values())
-    whole = [f"stages.{name}={steps.get(name, 0)}" for name in STAGES]
-    whole += ["stages.unit=steps", f"run.eval_every={max(1, last // _EVALUATIONS)}"]
-    final = load_config(Path(base), [*overrides, f"run.folder={folder}", *whole])
-    export = train(final)
+    config = load_config(Path(base), overrides)
+    shares = {name: getattr(config.stages, name) for name in STAGES}
+    budget = {name: minutes * share / sum(shares.values()) for name, share in shares.items()}
+    whole = [f"stages.{name}={budget[name]:g}" for name in STAGES]
+    whole += ["stages.unit=minutes", f"run.folder={folder}"]
+    export = train(load_config(Path(base), [*overrides, *whole]))
+    spent = {
+        name: _spent(folder / part) for name, part in (("teacher", "teacher"), ("drafter", ""))
+    }
     result = {
         "overrides": overrides,
-        "steps": steps,
-        "command": shlex.join(
-            ["sglang-dlite", "train", base, *overrides, f"run.folder={folder}", *whole]
-        ),
+        "steps": {name: line["step"] for name, line in spent.items() if line},
+        "seconds": sum(line["train_seconds"] for line in spent.values() if line),
+        "command": shlex.join(["sglang-dlite", "train", base, *overrides, *whole]),
     }
     result |= read_metrics(export)
     write_json(folder / "result.json", result)
+
+
+def _spent(folder: Path) -> dict[str, Any]:
+    """The last evaluation of a model's training; empty where there was none."""
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "eval"]
+    return lines[-1] if lines else {}
 
 
 def finished(out: Path, levers: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -128,8 +82,9 @@ def table(results: dict[str, dict[str, Any]], minutes: float) -> str:
     lines = [
         f"Equal budgets of {minutes:g} minutes of training each.",
         "",
-        "| lever | overrides | steps | held-out tau | tau on eval.folders | expected length |",
-        "|---|---|---|---|---|---|",
+        "| lever | overrides | steps | seconds | held-out tau | tau on eval.folders "
+        "| expected length |",
+        "|---|---|---|---|---|---|---|",
     ]
     ranked = sorted(
         results.items(), key=lambda item: -item[1].get("best", {}).get("tau", {}).get("mean", 0)
@@ -139,7 +94,8 @@ def table(results: dict[str, dict[str, Any]], minutes: float) -> str:
         cells = (best.get("tau", {}).get("mean"), final.get("mean"), best.get("expected_length"))
         shown = " | ".join("" if cell is None else f"{cell:.3f}" for cell in cells)
         steps = " + ".join(f"{count} {stage}" for stage, count in result["steps"].items())
-        lines.append(f"| {name} | {' '.join(result['overrides'])} | {steps} | {shown} |")
+        about = f"{name} | {' '.join(result['overrides'])} | {steps} | {result['seconds']:.0f}"
+        lines.append(f"| {about} | {shown} |")
     return "\n".join(lines) + "\n"
 
 

@@ -173,7 +173,8 @@ def _top(
     ce = (lse - z_label)[:, 0]
     tv = (p - q_top).abs().sum(-1) + (1 - q_top.sum(-1)).clamp_min(0)
     kl = (p * (log_p - z_top + lse)).sum(-1)
-    # dz = scale * q but for the entries on T and at the label. common > 0, as slope <= 0.
+    # dz = scale * q but for the entries on T and at the label. common >= 0, as slope <= 0; it is 0
+    # where only TV counts and q is above p on all of T: every gradient is 0 there.
     slope = torch.sign(q_top - p) - 1
     common = w.ce + w.kl - w.tv * (slope * q_top).sum(-1, keepdim=True)
     common = common.clamp_min(1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 LOOP_NGRAM = 4
@@ -37,6 +38,29 @@ def repeated_share(ids: Sequence[int]) -> float:
 def is_looping(ids: Sequence[int]) -> bool:
     """Whether a reply loops by `LOOP_RULE`; a loop is easy to draft, so it is counted apart."""
     return len(ids) >= _LOOP_MIN_TOKENS and repeated_share(ids) > LOOP_SHARE
+
+
+def loop_start(ids: Sequence[int]) -> int:
+    """How many leading tokens of a reply come before its loop: all of them where it has none.
+
+    A loop's second round counts as before it. What is looked for is the suffix that has most to do
+    with a loop: the most 4-grams that occurred twice already, beyond the share that makes a loop.
+    """
+    if not is_looping(ids):
+        return len(ids)
+    before: Counter[tuple[int, ...]] = Counter()
+    best = excess = 0.0
+    start = len(ids)
+    rounds = []  # how often the 4-gram that ends in a token occurred earlier, from the fourth on
+    for end in range(LOOP_NGRAM, len(ids) + 1):
+        gram = tuple(ids[end - LOOP_NGRAM : end])
+        rounds.append(before[gram])
+        before[gram] += 1
+    for place in range(len(ids) - 1, LOOP_NGRAM - 2, -1):
+        excess += (rounds[place - LOOP_NGRAM + 1] >= 2) - LOOP_SHARE
+        if excess > best:
+            best, start = excess, place
+    return start
 
 
 def lookup_walk(prompt: Sequence[int], reply: Sequence[int], num_drafts: int) -> tuple[int, int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, HistoryAwareDrafter, save_drafter
 from sglang_dlite.drafter.checkpoint import load_drafter
@@ -17,12 +19,15 @@ from sglang_dlite.training.storage import StorageError, write_atomically, write_
 _TEACHER_CONFIG, _TEACHER_WEIGHTS = "teacher.json", "teacher.safetensors"
 
 
-def copy_for_serving(model: DLiteDrafter) -> DLiteDrafter:
-    """A frozen bf16 copy, on the same device."""
+def copy_for_serving(
+    model: DLiteDrafter, weights: Mapping[str, Tensor] | None = None
+) -> DLiteDrafter:
+    """A frozen bf16 copy, on the same device; `weights` instead of the model's own, if given."""
     with torch.device("meta"):
         copy = new_like(model)
+    source = model.state_dict() if weights is None else weights
     copy.load_state_dict(
-        {name: value.detach().bfloat16() for name, value in model.state_dict().items()}, assign=True
+        {name: value.detach().bfloat16() for name, value in source.items()}, assign=True
     )
     return copy.to(model.norm.weight.device).requires_grad_(False).eval()
 

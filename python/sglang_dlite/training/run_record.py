@@ -12,17 +12,22 @@ from sglang_dlite.training.storage import StorageError, read_lines, write_atomic
 class RunRecord:
     """Appends to `metrics.jsonl` and to TensorBoard; only the main process has one."""
 
-    def __init__(self, folder: Path, name: str, start: int, steps: int) -> None:
-        """Lines of steps after `start` are a killed run's: they will be written again."""
+    def __init__(
+        self, folder: Path, name: str, step: int, at: float, length: int, unit: str
+    ) -> None:
+        """The run is at `step`; of its `length` in units (steps or seconds), `at` are done.
+
+        Lines of steps after `step` are a killed run's: they will be written again.
+        """
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
         self._path = folder / "metrics.jsonl"
-        kept = [line for line in read_lines(self._path) if line["step"] <= start]
+        kept = [line for line in read_lines(self._path) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
         write_atomically(self._path, lambda file: file.write(text))
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
-        self.bar = tqdm(total=steps, initial=start, desc=name, unit="step", smoothing=0.1)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._bar = tqdm(total=length, initial=int(at), desc=name, unit=unit, smoothing=0.1)
         self._shown: dict[str, str] = {}
 
     def add(self, step: int, kind: str, values: dict[str, Any]) -> None:
@@ -38,13 +43,17 @@ class RunRecord:
                 "command again: it continues from the last checkpoint."
             ) from error
 
+    def advance(self, at: float) -> None:
+        """Move the bar to `at` units; a second that is not full does not show."""
+        self._bar.update(int(at) - self._bar.n)
+
     def show(self, **values: str) -> None:
         """Put these beside the bar, with what is there already."""
         self._shown |= values
-        self.bar.set_postfix(self._shown)
+        self._bar.set_postfix(self._shown)
 
     def close(self) -> None:
-        self.bar.close()
+        self._bar.close()
         self._board.close()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter, load_drafter, save_drafter
+from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter, load_drafter
 from sglang_dlite.training.anchors import AnchorSpec, Pick, Reply, is_held_out
-from sglang_dlite.training.config import DataSection, TrainConfig, TrainConfigError
+from sglang_dlite.training.config import DataSection, ModelSection, TrainConfig, TrainConfigError
 from sglang_dlite.training.dataset import DatasetError, fingerprint, load_replies
 from sglang_dlite.training.distributed import World
+from sglang_dlite.training.identity import (
+    digest_of_places,
+    digest_of_texts,
+    digest_of_weights,
+    run_identity,
+)
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.provenance import read_metrics, write_provenance
-from sglang_dlite.training.reply_kinds import is_looping
-from sglang_dlite.training.run_folder import copy_for_serving, load_teacher
-from sglang_dlite.training.schedule import Sampler, Stage, plan_stages
-from sglang_dlite.training.simulate import EvalSet, simulate_folders
+from sglang_dlite.training.reply_kinds import is_looping, loop_start
+from sglang_dlite.training.run_checkpoint import has_checkpoint, read_checkpoint
+from sglang_dlite.training.run_folder import copy_for_serving, load_teacher, save_model
+from sglang_dlite.training.schedule import Sampler, plan_stages
+from sglang_dlite.training.simulate import EvalSet, choose_evenly, simulate_folders
 from sglang_dlite.training.state_cache import CachedStates
 from sglang_dlite.training.states import OnlineStates, StateSource
 from sglang_dlite.training.targets import FrozenTarget, drafter_config
-from sglang_dlite.training.trainer import Trainer, spread
+from sglang_dlite.training.trainer import Trainer
 from sglang_dlite.training.warm_start import warm_start
 
 _WARM_START_REPLIES, _WARM_START_TOKENS = 48, 1024
@@ -49,6 +56,14 @@ def usable(reply: Reply, data: DataSection) -> bool:
     return reply.length >= max(2, data.min_reply_tokens) and tokens <= data.max_tokens
 
 
+def split_replies(replies: Sequence[Reply], config: TrainConfig) -> tuple[list[int], list[int]]:
+    """Indices of the replies to train on, and of those that may be evaluated on."""
+    good = [i for i, reply in enumerate(replies) if usable(reply, config.data)]
+    held = {i for i in good if is_held_out(replies[i].id, config.data.held_out_percent)}
+    short = [i for i in sorted(held) if len(replies[i].tokens) <= config.eval.max_tokens]
+    return [i for i in good if i not in held], short
+
+
 class Session:
     """What the stages of one run share: target, replies, their states, the processes."""
 
@@ -64,16 +79,8 @@ class Session:
         self.embed = nn.Embedding.from_pretrained(self.target.embedding.detach())
         folders = [Path(folder) for folder in config.data.replies]
         self.replies = load_replies(folders, self.target.shape.vocab_size)
-        percent = config.data.held_out_percent
-        good = [i for i, reply in enumerate(self.replies) if usable(reply, config.data)]
-        held = [i for i in good if is_held_out(self.replies[i].id, percent)]
-        self.training = sorted(set(good) - set(held))
-        self.held_out = [
-            i for i in held
-            if len(self.replies[i].prompt_ids) + self.replies[i].length <= config.eval.max_tokens
-        ]  # fmt: skip
-        hashes = json.dumps(sorted(fingerprint(folders).values()))
-        self.data_hash = hashlib.sha256(hashes.encode()).hexdigest()
+        self.training, self.held_out = split_replies(self.replies, config)
+        self.data_digest = digest_of_texts(sorted(fingerprint(folders).values()))
         self.folder = Path(run.folder)
         if config.eval.folders:  # read at the end of the run: be sure of them now
             try:
@@ -85,32 +92,49 @@ class Session:
 
     def fresh_drafter(self) -> DLiteDrafter:
         """A drafter from `run.init_from`, the target's weights, or nothing."""
-        if self.config.run.init_from:
-            earlier = load_drafter(self.config.run.init_from, dtype=torch.float32)
-            if earlier.config != self.shape:
-                raise TrainConfigError(
-                    f"run.init_from: {self.config.run.init_from} has another shape than the model "
-                    f"section: {earlier.config} instead of {self.shape}"
-                )
-            return earlier.requires_grad_(True)
         drafter = DLiteDrafter(self.shape)
-        self._warm_start(drafter, self.folder)
+        if has_checkpoint(self.folder):
+            return drafter  # the trainer takes the weights from there
+        if self.config.run.init_from:
+            self._load_earlier(drafter, Path(self.config.run.init_from))
+        else:
+            self._warm_start(drafter, self.folder)
         return drafter
 
+    def _load_earlier(self, drafter: DLiteDrafter, folder: Path) -> None:
+        """The weights of a training run's folder, or of a drafter's."""
+        if has_checkpoint(folder):
+            saved = read_checkpoint(folder, torch.device("cpu"))
+            weights = saved["model"]
+            shape = drafter_config(self.target.shape, ModelSection(**saved["identity"]["model"]))
+        else:
+            earlier = load_drafter(folder)
+            weights, shape = earlier.state_dict(), earlier.config
+        if shape != self.shape:
+            raise TrainConfigError(
+                f"run.init_from: {folder} has another shape than the model section: {shape} "
+                f"instead of {self.shape}"
+            )
+        drafter.load_state_dict(weights)
+
     def _warm_start(self, model: DLiteDrafter, folder: Path) -> None:
-        if not self.config.model.warm_start or (folder / "checkpoint.pt").exists():
+        if not self.config.model.warm_start or has_checkpoint(folder):
             return
         last = self.shape.num_target_layers - 1
-        spec = AnchorSpec((last,), 1, 1, 1)
+        layers = self.shape.target_layer_ids
+        spec = AnchorSpec((*layers, last), 1, 1, 1)
         source = OnlineStates(self.target, self.replies)
         short = [
             i for i in self.training
             if len(self.replies[i].prompt_ids) + self.replies[i].length <= _WARM_START_TOKENS
         ] or self.training  # fmt: skip
-        chosen = short[:: -(-len(short) // _WARM_START_REPLIES)]
-        hiddens = [source.batch([Pick(i, self.replies[i].places)], spec) for i in chosen]
-        states = torch.cat([batch.pivot_states[:, 0] for batch in hiddens])
-        warm_start(model, self.target.model, states)
+        hiddens, sums = [], torch.zeros(len(layers), self.shape.hidden_size)
+        for i in short[:: -(-len(short) // _WARM_START_REPLIES)]:
+            states = source.batch([Pick(i, self.replies[i].places)], spec).pivot_states
+            hiddens.append(states[:, -1])
+            sums += states[:, :-1].float().sum(0)
+        seen = torch.cat(hiddens)
+        warm_start(model, self.target.model, seen, sums / len(seen))
 
     def teacher(self) -> HistoryAwareDrafter | None:
         """The teacher that the drafter's stages need, trained first if need be."""
@@ -155,8 +179,17 @@ class Session:
             places = [reply.places for reply in self.replies]
             held_out = self.held_out
         trained = set(self.training)
-        places = [some if i in trained else some[:0] for i, some in enumerate(places)]
-        sampler = Sampler(places, config.optim)
+        places = [
+            some[some < self._end(i)] if i in trained else some[:0] for i, some in enumerate(places)
+        ]
+        sources = [reply.source for reply in self.replies]
+        sampler = Sampler(places, config.optim, sources, config.data.weights)
+        if self.world.size > sampler.passes_per_step:
+            raise TrainConfigError(
+                f"{self.world.size} processes for {sampler.passes_per_step} forward passes per "
+                f"step: the others would idle. Lower optim.micro_replies (it is "
+                f"{config.optim.micro_replies}), raise optim.batch_replies, or start fewer"
+            )
         names = ("teacher",) if is_teacher else ("warm_up", "transition", "stable")
         stages = plan_stages(config.stages, names, sampler.steps_per_epoch)
         if not stages:
@@ -164,15 +197,27 @@ class Session:
         folder = self.folder / "teacher" if is_teacher else self.folder
         loss = config.teacher_loss if is_teacher else config.loss
         eval_spec = AnchorSpec.of(self.shape, config.data.top_k, config.model.window * is_teacher)
-        chosen = spread(held_out, config.eval.replies) if self.world.is_main else []
+        chosen = choose_evenly(held_out, sources, config.eval.replies)
+        unit = "seconds" if config.stages.unit == "minutes" else "steps"
         announcement = (
             f"train: {name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; "
             f"{len(trained)} replies, {sum(map(len, places))} anchors; {len(chosen)} replies held "
-            f"out; {', '.join(f'{s.name} {s.steps} steps' for s in stages)}"
+            f"out; {', '.join(f'{s.name} {s.length} {unit}' for s in stages)}"
         )
         if self.world.is_main:
             print(announcement, file=sys.stderr)
-        return Trainer(
+        content = {
+            "replies": self.data_digest,
+            "anchors": digest_of_places(places),
+            "eval": {
+                "replies": config.eval.replies,
+                "chosen": digest_of_texts(self.replies[i].id for i in chosen),
+            },
+            # Two caches of the same anchors differ in precision and in the layers they hold.
+            "cache": asdict(source.format) if isinstance(source, CachedStates) else None,
+            "teacher": None if teacher is None else digest_of_weights(teacher.state_dict()),
+        }
+        trainer = Trainer(
             name,
             config,
             model.to(self.device),
@@ -183,33 +228,31 @@ class Session:
             Objective(
                 loss, config.distill, self.embed, self.target.lm_head, config.run.bf16, teacher
             ),
-            EvalSet(source, chosen, eval_spec, self.device),
+            EvalSet(source, chosen if self.world.is_main else [], eval_spec, self.device),
             folder,
             config.optim.teacher_lr if is_teacher else config.optim.lr,
             self.world,
-            self._identity(name, stages, sum(map(len, places))),
+            run_identity(config, name, stages, self.target.shape, content),
         )
+        if not is_teacher and not has_checkpoint(folder):
+            self._take_over(trainer)
+        return trainer
 
-    def _identity(self, name: str, stages: list[Stage], anchors: int) -> dict[str, Any]:
-        """What a checkpoint must agree on: everything that changes the weights' path."""
-        config = self.config
-        loss = config.teacher_loss if name == "teacher" else config.loss
-        data = asdict(config.data)
-        for key in ("replies", "cache", "cached_layer_ids"):  # where, not what
-            del data[key]
-        value = {
-            "model": asdict(config.model),
-            "loss": asdict(loss),
-            "distill": asdict(config.distill),
-            "optim": asdict(config.optim),
-            "stages": [asdict(stage) for stage in stages],
-            "bf16": config.run.bf16,
-            "compile": config.run.compile,
-            "data": data,
-            "replies": self.data_hash,
-            "anchors": anchors,
-        }
-        return json.loads(json.dumps(value))
+    def _take_over(self, trainer: Trainer) -> None:
+        """Go on with the moments of `run.init_from`, where that is a training run's folder."""
+        run = self.config.run
+        # With a teacher the head is the teacher's, and the earlier head's moments are not its own.
+        if not run.init_from or self.config.has_teacher or not has_checkpoint(Path(run.init_from)):
+            return
+        trainer.take_over(Path(run.init_from))
+        if self.world.is_main:
+            steps = f"{trainer.steps_before} steps of {run.init_from}"
+            print(f"train: goes on behind {steps}, without a warm-up", file=sys.stderr)
+
+    def _end(self, index: int) -> int:
+        """The place of a reply from which on it is not learned from."""
+        reply = self.replies[index]
+        return loop_start(reply.reply_ids.tolist()) if self.config.data.cut_loops else reply.length
 
     def run(self) -> Path:
         """All stages, then the export of the best drafter with its provenance."""
@@ -225,7 +268,7 @@ class Session:
         export = Path(config.run.export or self.folder / "drafter")
         if self.world.is_main:
             final = load_drafter(self.folder / "best")
-            save_drafter(copy_for_serving(final), export)
+            save_model(copy_for_serving(final), export)
             self._record(export, final, best)
         return export
 

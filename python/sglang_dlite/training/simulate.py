@@ -94,6 +94,29 @@ class EvalSet:
         return to_device(select(self.batch, torch.from_numpy(rows)), self.device)
 
 
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the items, evenly spread."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i] for i in np.linspace(0, len(items) - 1, count).round().astype(int)]
+
+
+def choose_evenly(indices: Sequence[int], sources: Sequence[str], count: int) -> list[int]:
+    """At most `count` of the replies `indices`, sorted: as many of each source as can be.
+
+    A score over the sources has the error of the smallest of them.
+    """
+    groups: dict[str, list[int]] = {}
+    for index in indices:
+        groups.setdefault(sources[index], []).append(index)
+    chosen: list[int] = []
+    smallest_first = sorted(groups.values(), key=len)
+    for number, group in enumerate(smallest_first):
+        share = (count - len(chosen)) // (len(groups) - number)
+        chosen += spread(group, share)
+    return sorted(chosen)
+
+
 @torch.no_grad()
 def simulate_greedy(drafter: DLiteDrafter, embed: Embed, data: EvalSet) -> list[Acceptance]:
     """Play each reply; returns its counts, in the order of `data.replies`."""
@@ -141,6 +164,23 @@ def simulated_tau(
     taus = {name: total.tau for name, total in sorted(totals.items()) if total.passes}
     result = taus | ({"mean": float(np.mean(list(taus.values())))} if taus else {})
     return result | ({"looping": looping.tau} if looping.passes else {})
+
+
+def selection_score(taus: dict[str, float], replies: Sequence[Reply]) -> float:
+    """What checkpoints are compared by: the mean of the sources' taus, weighted by the square root
+    of their replies' tokens. NaN without any.
+
+    Equal weights leave the choice to a source of two replies, weights by tokens to the largest.
+    On 185 held-out SmolLM2 replies of 7 sources the error of a difference of two checkpoints is
+    0.013 with equal weights and 0.007 by tokens; the square root costs about a tenth of the gain.
+    """
+    tokens: dict[str, int] = {}
+    for reply in replies:
+        if not is_looping(reply.reply_ids.tolist()):
+            tokens[reply.source] = tokens.get(reply.source, 0) + len(reply.places)
+    weights = {source: count**0.5 for source, count in tokens.items() if source in taus}
+    total = sum(weights.values())
+    return sum(w * taus[s] for s, w in weights.items()) / total if total else float("nan")
 
 
 def context_bucket(reply: Reply) -> str:

@@ -22,6 +22,9 @@ SUPPORTED_TARGETS = (
     "Qwen3ForCausalLM",
 )
 
+# SmolLM2's <reponame>: a special token of pre-training that the tokenizer splits no text into.
+_EMBEDDED_MASK = 4
+
 _LAW_ROWS = 256  # rows of full-vocabulary logits at a time
 _FINGERPRINT_VALUES = 256  # of each weight
 
@@ -135,7 +138,7 @@ def drafter_config(shape: TargetShape, model: ModelSection) -> DLiteConfig:
         target_layer_ids=layer_ids,
         sequential_head="rnn",
         sequential_rank=model.rank,
-        mask_token_id=model.mask_token_id,
+        mask_token_id=(_EMBEDDED_MASK if model.mask_token_id is None else model.mask_token_id),
     )
 
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, DrafterConfigError
-from sglang_dlite.drafter.checkpoint import CheckpointError, save_drafter
+from sglang_dlite.drafter.checkpoint import CheckpointError
 from sglang_dlite.training.config import TrainConfig, TrainConfigError, load_config
-from sglang_dlite.training.dataset import DatasetError
+from sglang_dlite.training.dataset import DatasetError, load_replies
 from sglang_dlite.training.state_cache import CacheError
 from sglang_dlite.training.storage import StorageError
 from sglang_dlite.training.targets import TargetError, TargetShape, drafter_config, read_shape
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sglang_dlite.training.trainer import TrainingDiverged
+    from sglang_dlite.training.divergence import TrainingDiverged
 
     try:
         config = load_config(args.config, args.overrides)
@@ -46,24 +46,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def announce(config: TrainConfig) -> tuple[TargetShape, DLiteConfig]:
-    """Print the estimate; returns the target's shape and the drafter's config."""
+def announce(config: TrainConfig) -> DLiteConfig:
+    """Print what the run needs; returns the drafter's config."""
     from sglang_dlite.training.estimate import estimate
 
     shape = TargetShape.from_section(config.target) or read_shape(config.target)
     drafter = drafter_config(shape, config.model)
     if os.environ.get("RANK", "0") == "0":
         print(estimate(config, shape, drafter).text(), file=sys.stderr)
-    return shape, drafter
+    return drafter
+
+
+def announce_data(config: TrainConfig, drafter: DLiteConfig) -> None:
+    """Print what the configured replies need, where they are at hand."""
+    from sglang_dlite.training.data_estimate import estimate_data
+
+    folders = [Path(folder) for folder in config.data.replies]
+    if folders and all(folder.exists() for folder in folders):
+        replies = load_replies(folders, drafter.vocab_size)
+        print(estimate_data(config, drafter, replies).text(), file=sys.stderr)
+    else:
+        print("data.replies: not there yet, so no estimate for them", file=sys.stderr)
 
 
 def dry_run(config: TrainConfig) -> Path | None:
     """Estimate, and on a real device an initialised checkpoint that can be served."""
     import torch
 
+    from sglang_dlite.training.run_folder import save_model
     from sglang_dlite.training.session import Session, pick_device
 
-    _, shape = announce(config)
+    shape = announce(config)
+    announce_data(config, shape)
     if config.run.device == "meta":
         return None
     pick_device(config.run.device)
@@ -73,7 +87,7 @@ def dry_run(config: TrainConfig) -> Path | None:
     else:
         drafter = DLiteDrafter(shape)
     export = Path(config.run.export or Path(config.run.folder) / "drafter")
-    save_drafter(drafter.bfloat16(), export)
+    save_model(drafter.bfloat16(), export)
     return export
 
 

@@ -15,21 +15,30 @@ from torch import nn
 
 from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter
 from sglang_dlite.training.anchors import AnchorBatch, AnchorSpec, Pick, to_device
-from sglang_dlite.training.config import TrainConfig, TrainConfigError
+from sglang_dlite.training.average import WeightAverage
+from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.distributed import World
+from sglang_dlite.training.divergence import TrainingDiverged, keep_evidence
 from sglang_dlite.training.objective import Objective
+from sglang_dlite.training.run_checkpoint import (
+    has_checkpoint,
+    read_checkpoint,
+    require_same_settings,
+    write_checkpoint,
+)
 from sglang_dlite.training.run_folder import copy_for_serving, save_model
 from sglang_dlite.training.run_record import RunRecord
 from sglang_dlite.training.schedule import Sampler, Stage, learning_rate, mixture, stage_at
-from sglang_dlite.training.simulate import EvalSet, simulated_tau, teacher_forced_length
+from sglang_dlite.training.simulate import (
+    EvalSet,
+    selection_score,
+    simulated_tau,
+    spread,
+    teacher_forced_length,
+)
 from sglang_dlite.training.states import StateSource
-from sglang_dlite.training.storage import StorageError, write_atomically
 
 _QUICK_ROWS, _EVAL_ROWS = 128, 1024
-
-
-class TrainingDiverged(RuntimeError):
-    """A loss or gradient is not finite; the message names the file that holds the batch."""
 
 
 class Trainer:
@@ -60,21 +69,28 @@ class Trainer:
         self.name, self.config, self.spec = name, config, spec
         self.model = model.float().train()
         self.device = model.norm.weight.device
+        # Each process made its own: eigenvectors may differ in sign from one to the next.
+        world.share(parameter.data for parameter in self.model.parameters())
         self.source, self.sampler, self.stages = source, sampler, stages
         self.objective, self.eval_set, self.folder = objective, eval_set, folder
         self.peak_lr, self.world, self.identity = peak_lr, world, identity
-        self.steps = stages[-1].start + stages[-1].steps
+        self.length = stages[-1].start + stages[-1].length
+        self.timed = config.stages.unit == "minutes"
         first, second = config.optim.betas
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=0.0, betas=(first, second), weight_decay=0.0, fused=True
         )
+        decay = config.optim.ema
+        self.average = WeightAverage(self.model, decay) if decay else None
         if config.run.compile:
             self._compile()
         self.record: RunRecord | None = None  # while the run is on
         self.step = 0
+        self.steps_before = 0  # of the runs whose weights and moments this one took over
         self.train_seconds = 0.0
         self.anchors_seen = 0
         self.best: dict[str, Any] = {}
+        self.losses: list[float] = []  # since the last line of the record
         self._resume()
 
     def _compile(self) -> None:
@@ -85,17 +101,25 @@ class Trainer:
         name = "backbone_with_history" if teacher else "backbone"
         setattr(self.model, name, torch.compile(getattr(self.model, name), dynamic=True))
 
+    @property
+    def position(self) -> float:
+        """Where the run is in its stages."""
+        return self.train_seconds if self.timed else self.step
+
     # ---- one step -------------------------------------------------------------------------
 
     def train_step(self) -> float:
         """One optimiser step; returns the loss, the same in every process."""
         optim = self.config.optim
-        mix = mixture(self.stages, self.step)
+        mix = mixture(self.stages, self.position)
         self.model.sequential_head.requires_grad_(not mix.head_frozen)
-        rate = learning_rate(self.step, self.steps, self.peak_lr, optim.warmup_ratio)
+        # Moments that were taken over are warm already.
+        warmup = 0.0 if self.steps_before else optim.warmup_ratio
+        rate = learning_rate(self.position, self.length, self.peak_lr, warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        micro = self.sampler.micro_batches(self.step)
+        place = self.steps_before + self.step  # goes on in the data where the earlier run stopped
+        micro = self.sampler.micro_batches(place)
         below = self.objective.denominators(micro, self.source.replies, self.spec.num_drafts)
         spec = self.spec
         if not (mix.distill or isinstance(self.model, HistoryAwareDrafter)):
@@ -107,7 +131,7 @@ class Trainer:
             batch = to_device(self.source.batch(micro[index], spec), self.device)
             # Seeded by the place in the run: a resumed run, or another number of processes,
             # draws what an unbroken one would have drawn.
-            seed = (optim.seed * 1_000_003 + self.step) * 1_009 + index
+            seed = (optim.seed * 1_000_003 + place) * 1_009 + index
             generator = torch.Generator().manual_seed(seed)
             loss = self.objective.loss(self.model, batch, mix, below, generator)
             loss.backward()
@@ -120,6 +144,8 @@ class Trainer:
         if not (math.isfinite(value) and math.isfinite(norm.item())):
             raise self._diverged(value, norm.item(), micro, batch)
         self.optimizer.step()
+        if self.average:
+            self.average.update()
         self.step += 1
         self.anchors_seen += sum(len(pick.places) for picks in micro for pick in picks)
         return value
@@ -128,25 +154,8 @@ class Trainer:
         self, loss: float, norm: float, micro: list[list[Pick]], batch: AnchorBatch | None
     ) -> TrainingDiverged:
         path = self.folder / f"diverged-step{self.step}-rank{self.world.rank}.pt"
-        picks = [
-            (self.source.replies[pick.reply].id, pick.places.tolist())
-            for picks in micro
-            for pick in picks
-        ]
-        tensors = None if batch is None else {
-            "pivot_states": batch.pivot_states,
-            "token_group": batch.token_group,
-            "next_tokens": batch.next_tokens,
-            "labels": batch.labels,
-            "labelled": batch.labelled,
-            "law": tuple(batch.law),
-        }  # fmt: skip
-        report = {"step": self.step, "loss": loss, "norm": norm, "picks": picks, "batch": tensors}
-        try:
-            write_atomically(path, lambda file: torch.save(report, file))
-            where = f"The step's replies and its last batch are in {path}."
-        except StorageError as error:
-            where = f"The batch could not be saved: {error}"
+        picks = [pick for picks in micro for pick in picks]
+        where = keep_evidence(path, self.step, loss, norm, picks, self.source.replies, batch)
         return TrainingDiverged(
             f"step {self.step}: loss is {loss}, gradient norm {norm}. {where} The last checkpoint "
             f"is from before. Lower the learning rate (now {self.peak_lr:g}) or leave the replies "
@@ -156,9 +165,12 @@ class Trainer:
     # ---- the run --------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step; returns the best evaluation, whose model is in `best/`."""
+        """Train to the end; returns the best evaluation, whose model is in `best/`."""
         if self.world.is_main:
-            self.record = RunRecord(self.folder, self.name, self.step, self.steps)
+            unit = "s" if self.timed else "step"
+            self.record = RunRecord(
+                self.folder, self.name, self.step, self.position, self.length, unit
+            )
         try:
             self._loop()
         finally:
@@ -168,26 +180,33 @@ class Trainer:
 
     def _loop(self) -> None:
         run = self.config.run
-        losses: list[float] = []
-        while self.step < self.steps:
-            began = time.perf_counter()
-            losses.append(self.train_step())
-            self.train_seconds += time.perf_counter() - began
-            last = self.step == self.steps
+        first = True
+        while self.position < self.length:
+            began, stage = time.perf_counter(), stage_at(self.stages, self.position).name
+            loss = self.train_step()
+            if not first:
+                seconds = time.perf_counter() - began
+                self.train_seconds += self.world.of_main(seconds, self.device)
+            first = False
+            last = self.position >= self.length
             if self.record:
-                self.record.bar.update()
+                self.losses.append(loss)
+                self.record.advance(self.position)
                 if self.step % run.log_every == 0:
-                    self._log(sum(losses) / len(losses))
-                    losses = []
+                    self._log(stage)
                 if self.step % run.eval_every == 0 or last:
                     self.evaluate()
                 if self.step % run.checkpoint_every == 0 or last:
                     self.save()
 
-    def _log(self, loss: float) -> None:
+    def _served(self) -> DLiteDrafter:
+        """What would be served: the model, or its average, in bf16."""
+        return copy_for_serving(self.model, self.average.weights if self.average else None)
+
+    def _log(self, stage: str) -> None:
         assert self.record is not None
-        length = self._expected_length(copy_for_serving(self.model), _QUICK_ROWS)
-        stage = stage_at(self.stages, self.step - 1).name
+        loss, self.losses = sum(self.losses) / len(self.losses), []
+        length = self._expected_length(self._served(), _QUICK_ROWS)
         values = {
             "stage": stage,
             "loss": loss,
@@ -200,19 +219,24 @@ class Trainer:
         self.record.add(self.step, "train", values)
 
     def evaluate(self) -> dict[str, Any]:
-        """Measure a bf16 copy of the model (what will be served); keep it if it is the best."""
-        model = copy_for_serving(self.model)
+        """Measure what would be served; keep it if it is the best."""
+        model = self._served()
         embed, began = self.objective.embed, time.perf_counter()
         tau = simulated_tau(model, embed, self.eval_set) if self.eval_set.num_rows else {}
+        expected = self._expected_length(model, _EVAL_ROWS)
+        score = selection_score(tau, self.eval_set.replies)
         result = {
             "step": self.step,
             "tau": tau,
-            "expected_length": self._expected_length(model, _EVAL_ROWS),
+            "expected_length": expected,
+            # Without any reply to walk (all of them loop, say) the expected length decides.
+            "score": expected if math.isnan(score) else score,
             "anchors": self.anchors_seen,
             "train_seconds": round(self.train_seconds, 1),
             "eval_seconds": round(time.perf_counter() - began, 1),
         }
-        if _score(result) > _score(self.best):
+        # Not `>`: without any held-out reply the score is no number, and the latest is kept.
+        if not (self.best and result["score"] <= self.best["score"]):
             self.best = result
             save_model(model, self.folder / "best")
         if self.record:
@@ -233,46 +257,45 @@ class Trainer:
         """Replace the run's checkpoint atomically. Raises `StorageError`, leaving the old one."""
         state = {
             "step": self.step,
+            "steps_before": self.steps_before,
             "identity": self.identity,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "average": self.average.state_dict() if self.average else None,
             "train_seconds": self.train_seconds,
             "anchors_seen": self.anchors_seen,
             "best": self.best,
+            "losses": self.losses,
         }
-        write_atomically(self.folder / "checkpoint.pt", lambda file: torch.save(state, file))
+        write_checkpoint(self.folder, state)
 
     def _resume(self) -> None:
-        path = self.folder / "checkpoint.pt"
-        if not path.exists():
+        if not has_checkpoint(self.folder):
             return
-        saved = torch.load(path, weights_only=True, map_location=self.device)
-        before = saved["identity"]
-        differing = [key for key in self.identity if before.get(key) != self.identity[key]]
-        if differing:
-            changes = "; ".join(
-                f"{key} was {before.get(key)!r}, is {self.identity[key]!r}" for key in differing
-            )
-            raise TrainConfigError(
-                f"{path} was made with other settings: {changes}. Set run.folder to a new folder, "
-                "or restore the settings."
-            )
+        saved = read_checkpoint(self.folder, self.device)
+        require_same_settings(self.folder, saved["identity"], self.identity)
+        self._restore(saved)
+        self.step, self.steps_before = saved["step"], saved["steps_before"]
+        self.train_seconds, self.anchors_seen = saved["train_seconds"], saved["anchors_seen"]
+        self.best, self.losses = saved["best"], saved["losses"]
+
+    def take_over(self, folder: Path) -> None:
+        """Start where another run of the same shape stopped: its fp32 weights and moments.
+
+        The plan is this run's own, from its step 0 and without a warm-up; batches go on behind
+        the earlier run's, so that the same data are not seen in the same order again.
+        """
+        saved = read_checkpoint(folder, self.device)
+        self._restore(saved)
+        # Checkpoints written before there was `take_over` have no runs before them.
+        self.steps_before = saved.get("steps_before", 0) + saved["step"]
+
+    def _restore(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.train_seconds = saved["step"], saved["train_seconds"]
-        self.anchors_seen, self.best = saved["anchors_seen"], saved["best"]
-
-
-def _score(result: dict[str, Any]) -> float:
-    """What models are selected by: simulated tau; without any reply to walk, expected length."""
-    if not result:
-        return -math.inf
-    tau = result["tau"].get("mean", result["expected_length"])
-    return -math.inf if math.isnan(tau) else tau
-
-
-def spread(items: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the items, evenly spread."""
-    if len(items) <= count:
-        return list(items)
-    return [items[i] for i in np.linspace(0, len(items) - 1, count).round().astype(int)]
+        groups = self.optimizer.state_dict()["param_groups"]  # this run's betas, not the other's
+        self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+        if self.average:
+            if saved.get("average"):
+                self.average.load_state_dict(saved["average"])
+            else:  # an earlier run that had none
+                self.average.start_anew(saved["step"])

@@ -1,4 +1,4 @@
-"""Rejection sampling with options that depend on the output: the law is still the target's.
+"""Both sampling rules with options that depend on the output: the law is still the target's.
 
 All options meet in the same batches, with greedy requests among them. The law is computed prefix by
 prefix from HF's logits, in SGLang's order: penalties, minimal length, repetition, grammar, bias,
@@ -19,6 +19,7 @@ import pytest
 import tiny_models
 import torch
 from chi_square import p_value
+from configurations import OVERLAP, REJECTION, Configuration, by_name
 from engines import engine, play
 from test_rejection import SIGNIFICANCE, keep_all, keep_min_p, keep_top_k, keep_top_p
 from workloads import Request
@@ -159,7 +160,15 @@ def model(target: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module", params=["1", "0"], ids=["overlap", "no-overlap"])
+CONFIGURATIONS = (
+    Configuration("overlap", env=OVERLAP, server=REJECTION),
+    Configuration("no-overlap", server=REJECTION),
+    Configuration("match", env=OVERLAP),
+    Configuration("match-no-overlap"),
+)
+
+
+@pytest.fixture(scope="module", params=by_name(CONFIGURATIONS))
 def answers(
     target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, list[dict[str, Any]]]:
@@ -176,10 +185,10 @@ def answers(
     with engine(
         target,
         drafter,
-        env={"DLITE_CPU_OVERLAP": request.param, "DLITE_DRAFTER_FACTORY": None},
-        speculative_use_rejection_sampling=True,
+        env={"DLITE_DRAFTER_FACTORY": None, **request.param.env},
         max_running_requests=64,
         random_seed=7,
+        **request.param.server,
     ) as running:
         played = play(running, requests * SAMPLES)
     return {name: played[i :: len(names)] for i, name in enumerate(names)}

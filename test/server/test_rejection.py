@@ -6,7 +6,7 @@ Rejection sampling, and `match`, which is sample and match (the default).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ import pytest
 import tiny_models
 import torch
 from chi_square import p_value
-from configurations import MIXED_CHUNKS, OVERLAP, REJECTION, Configuration, by_name
+from configurations import OVERLAP, REJECTION, Configuration, by_name
 from engines import engine, play
-from workloads import Request
+from workloads import CHUNK, Request
 
 pytestmark = pytest.mark.server
 
@@ -45,11 +45,12 @@ def model(target: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 
 
-# Small chunks that cut prompts and carry decoding rows, and a request less after every verify pass.
+# Small chunks that cut prompts, and a request less after every verify pass. No mixed chunks: with
+# requests as short as these hardly a row would be left to verify.
 RETRACTED = {
-    **MIXED_CHUNKS,
+    "chunked_prefill_size": CHUNK,
     "disable_radix_cache": True,  # else no prompt but the first is longer than a token
-    "max_running_requests": 8,
+    "max_running_requests": 16,
 }
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "1"}
 CONFIGURATIONS = (
@@ -152,6 +153,15 @@ def answers(running: Any) -> dict[str, list[dict[str, Any]]]:
     return by_case
 
 
+def passes_by_kept_drafts(answers: Sequence[dict[str, Any]]) -> Counter[int]:
+    """How many verify passes kept so many drafts; a request may have had none."""
+    passes: Counter[int] = Counter()
+    for answer in answers:
+        histogram = answer["meta_info"].get("spec_correct_drafts_histogram", ())
+        passes.update(dict(enumerate(histogram)))
+    return passes
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_law_of_three_tokens(
     answers: dict[str, list[dict[str, Any]]], model: Any, case: str
@@ -171,12 +181,9 @@ def test_the_law_of_three_tokens(
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_are_kept_and_rejected(answers: dict[str, list[dict[str, Any]]], case: str) -> None:
     """Else the law above tests one half of the rule."""
-    histogram: Counter[int] = Counter()
-    for answer in answers[case]:
-        for count, passes in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[count] += passes
-    assert histogram[0] > SAMPLES / 20
-    assert sum(passes for count, passes in histogram.items() if count) > SAMPLES / 20
+    passes = passes_by_kept_drafts(answers[case])
+    assert passes[0] > SAMPLES / 20
+    assert passes.total() - passes[0] > SAMPLES / 20
 
 
 def test_what_the_configuration_is_for(

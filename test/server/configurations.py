@@ -10,6 +10,7 @@ import pytest
 from workloads import CHUNK
 
 OVERLAP = {"DLITE_CPU_OVERLAP": "1"}
+REJECTION = {"speculative_use_rejection_sampling": True}  # else the default: sample and match
 MIXED_CHUNKS = {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
 
 

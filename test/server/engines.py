@@ -71,13 +71,17 @@ def engine(target: Path, drafter: Path | None = None, **options: Any) -> Iterato
 
 
 def play(running: Any, requests: Sequence[Request]) -> list[dict[str, Any]]:
-    """Send all requests at once; the engine runs at most max_running_requests of them together."""
+    """Send all requests at once; the engine runs at most max_running_requests of them together.
+
+    Log-probabilities are those of input and output.
+    """
     with_logprobs = any(request.logprobs for request in requests)
     processors = [request.processor for request in requests]
     return running.generate(
         input_ids=[list(request.prompt) for request in requests],
         sampling_params=[request.sampling_params for request in requests],
         return_logprob=[request.logprobs for request in requests] if with_logprobs else None,
+        logprob_start_len=[0 if request.logprobs else -1 for request in requests],
         top_logprobs_num=[3 * request.logprobs for request in requests] if with_logprobs else None,
         custom_logit_processor=processors if any(processors) else None,
     )

@@ -126,6 +126,12 @@ def record_references(target: Path, folder: Path) -> References:
                 for request, answer in zip(items, answers[name], strict=True)
             ]
 
+        requests["unended_grammars"] = [
+            replace(request, params={**request.params, "ignore_eos": True}, logprobs=False)
+            for request in requests["grammars"]
+        ]
+        answers["unended_grammars"] = play(running, requests["unended_grammars"])
+
         at_end = random_prompts(11, [1004, 1005, 1006, 1010])
         requests["context_end"] = [Request(p, -1, MAX_POSITIONS - len(p)) for p in at_end]
         answers["context_end"] = play(running, requests["context_end"])

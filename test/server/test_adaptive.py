@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from configurations import MIXED_CHUNKS, OVERLAP, Configuration, by_name, check_retracted
+from logprobs import check_logprobs
 from option_workloads import OPTIONS
 from oracle_engine import LaunchOracle, OracleEngine, histograms, output_ids
 from references import References
@@ -142,18 +143,10 @@ def test_stops_at_every_place_of_a_block(running: OracleEngine, references: Refe
 
 def test_logprobs(running: OracleEngine, references: References) -> None:
     """One per token, each of its own row: the stride of the result follows the width."""
-    answers = running.play(references.requests["logprobs"], "cycle")
-    for answer, expected in zip(answers, references.answers["logprobs"], strict=True):
-        assert answer["output_ids"] == expected["output_ids"]
-        for name in ("output_token_logprobs", "output_top_logprobs"):
-            assert len(answer["meta_info"][name]) == len(expected["output_ids"])
-        for mine, plain in zip(
-            answer["meta_info"]["output_token_logprobs"],
-            expected["meta_info"]["output_token_logprobs"],
-            strict=True,
-        ):
-            assert mine[1] == plain[1]
-            assert mine[0] == pytest.approx(plain[0], abs=1e-4)
+    requests = references.requests["logprobs"]
+    answers = running.play(requests, "cycle")
+    for played in zip(requests, answers, references.answers["logprobs"], strict=True):
+        check_logprobs(*played)
 
 
 def test_the_policy_stops_drafting_where_drafts_are_wrong(

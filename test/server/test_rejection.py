@@ -1,10 +1,13 @@
-"""--speculative-use-rejection-sampling through an engine: the law of the output is the target's."""
+"""Both sampling rules through an engine: the law of the output is the target's.
+
+Rejection sampling, and `match`, which is sample and match (the default).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ import pytest
 import tiny_models
 import torch
 from chi_square import p_value
+from configurations import OVERLAP, REJECTION, Configuration, by_name
 from engines import engine, play
-from workloads import Request
+from workloads import CHUNK, Request
 
 pytestmark = pytest.mark.server
 
@@ -41,20 +45,33 @@ def model(target: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        # Overlap: the head vectors go through upstream's relay. K * R is odd, which needs padding.
-        pytest.param({"overlap": "1", "width": 4}, id="overlap"),
-        pytest.param({"overlap": "0", "width": 3}, id="no-overlap-d3", marks=pytest.mark.slow),
-        # Each rank has its own random numbers; a wait for ever is a failure.
-        pytest.param(
-            {"overlap": "1", "width": 4, "ranks": 2}, id="two-ranks", marks=pytest.mark.slow
-        ),
-    ],
+# Small chunks that cut prompts, and a request less after every verify pass. No mixed chunks: with
+# requests as short as these hardly a row would be left to verify.
+RETRACTED = {
+    "chunked_prefill_size": CHUNK,
+    "disable_radix_cache": True,  # else no prompt but the first is longer than a token
+    "max_running_requests": 16,
+}
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "1"}
+CONFIGURATIONS = (
+    # Overlap: the head vectors go through upstream's relay. K * R is odd, which needs padding.
+    Configuration("overlap", env=OVERLAP, server=REJECTION, slow=False),
+    Configuration("match", env=OVERLAP, slow=False),
+    Configuration("no-overlap-d3", server={**REJECTION, "speculative_num_draft_tokens": 3}),
+    # Each rank has its own random numbers; a wait for ever is a failure.
+    Configuration("two-ranks", env=OVERLAP, server={**REJECTION, "tp_size": 2}),
+    Configuration("retracted", env={**OVERLAP, **RETRACTING}, server={**REJECTION, **RETRACTED}),
 )
+
+
+@pytest.fixture(scope="module", params=by_name(CONFIGURATIONS))
+def configuration(request: pytest.FixtureRequest) -> Configuration:
+    return request.param
+
+
+@pytest.fixture(scope="module")
 def running(
-    target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    target: Path, tmp_path_factory: pytest.TempPathFactory, configuration: Configuration
 ) -> Iterator[Any]:
     drafter = tiny_models.make_drafter(
         tmp_path_factory.mktemp("drafter"),
@@ -63,17 +80,15 @@ def running(
         anchor_group_size=3,
         dlite_config={"mask_token_id": VOCAB - 2, "sequential_rank": 15},
     )
+    options = {"max_running_requests": 64, **configuration.server}
     with engine(
         target,
         drafter,
-        env={"DLITE_CPU_OVERLAP": request.param["overlap"], "DLITE_DRAFTER_FACTORY": None},
+        env={"DLITE_DRAFTER_FACTORY": None, **configuration.env},
         skip_tokenizer_init=True,
-        speculative_use_rejection_sampling=True,
-        speculative_num_draft_tokens=request.param["width"],
-        max_running_requests=64,
         random_seed=5,
-        tp_size=request.param.get("ranks", 1),
         watchdog_timeout=120,
+        **options,
     ) as engine_:
         yield engine_
 
@@ -105,9 +120,8 @@ CASES: dict[str, tuple[float, dict[str, Any], Filter]] = {
 }
 
 
-def token_laws(model: Any, case: str) -> torch.Tensor:
+def token_laws(model: Any, temperature: float, keep: Filter) -> torch.Tensor:
     """The law [V, V, V] of the first three tokens, from HF's logits and the filters above."""
-    temperature, _, keep = CASES[case]
     laws = []
     for length in range(LENGTH):
         rows = torch.tensor([PROMPT + p for p in product(range(VOCAB), repeat=length)])
@@ -139,6 +153,15 @@ def answers(running: Any) -> dict[str, list[dict[str, Any]]]:
     return by_case
 
 
+def passes_by_kept_drafts(answers: Sequence[dict[str, Any]]) -> Counter[int]:
+    """How many verify passes kept so many drafts; a request may have had none."""
+    passes: Counter[int] = Counter()
+    for answer in answers:
+        histogram = answer["meta_info"].get("spec_correct_drafts_histogram", ())
+        passes.update(dict(enumerate(histogram)))
+    return passes
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_law_of_three_tokens(
     answers: dict[str, list[dict[str, Any]]], model: Any, case: str
@@ -147,7 +170,8 @@ def test_the_law_of_three_tokens(
     for answer in answers[case]:
         counts[tuple(answer["output_ids"])] += 1
     assert counts.sum() == SAMPLES
-    law = token_laws(model, case)
+    temperature, _, keep = CASES[case]
+    law = token_laws(model, temperature, keep)
     assert not counts[law == 0].any()  # nothing that the parameters exclude
     # Each token by itself and each pair of neighbours: all three have too many cells.
     for others in ((1, 2), (0, 2), (0, 1), (2,), (0,)):
@@ -157,12 +181,20 @@ def test_the_law_of_three_tokens(
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_are_kept_and_rejected(answers: dict[str, list[dict[str, Any]]], case: str) -> None:
     """Else the law above tests one half of the rule."""
-    histogram: Counter[int] = Counter()
-    for answer in answers[case]:
-        for count, passes in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            histogram[count] += passes
-    assert histogram[0] > SAMPLES / 20
-    assert sum(passes for count, passes in histogram.items() if count) > SAMPLES / 20
+    passes = passes_by_kept_drafts(answers[case])
+    assert passes[0] > SAMPLES / 20
+    assert passes.total() - passes[0] > SAMPLES / 20
+
+
+def test_what_the_configuration_is_for(
+    answers: dict[str, list[dict[str, Any]]], configuration: Configuration
+) -> None:
+    """Requests were retracted; or all but the first ones found their prompt in the cache."""
+    meta = [answer["meta_info"] for case in CASES for answer in answers[case]]
+    if configuration.name == "retracted":
+        assert sum(each["num_retractions"] > 0 for each in meta) > len(meta) / 20
+    else:
+        assert sum(each["cached_tokens"] > 0 for each in meta) > len(meta) * 0.9
 
 
 def test_greedy_requests_beside_sampling_ones(
@@ -190,3 +222,20 @@ def test_logprobs_are_those_of_the_tokens_that_come_out(running: Any, model: Any
         torch.testing.assert_close(
             torch.tensor([lp for lp, *_ in reported]).double(), expected, atol=1e-4, rtol=0
         )
+
+
+def test_samples_of_one_prompt_are_independent(running: Any, model: Any) -> None:
+    """n = 3: each has the law, and each pair of them its square, token by token."""
+    prompts, temperature = 400, 2.0
+    params = {"temperature": temperature, "n": 3, "max_new_tokens": LENGTH, "ignore_eos": True}
+    answers = running.generate(input_ids=[list(PROMPT)] * prompts, sampling_params=params)
+    tokens = torch.tensor([answer["output_ids"] for answer in answers]).view(prompts, 3, LENGTH)
+    law = token_laws(model, temperature, keep_all)
+    for place in range(LENGTH):
+        own = law.sum([other for other in range(LENGTH) if other != place])
+        for i, j in combinations(range(3), 2):
+            pairs = tokens[:, i, place] * VOCAB + tokens[:, j, place]
+            counts = pairs.bincount(minlength=VOCAB**2).view(VOCAB, VOCAB)
+            assert p_value(counts, own[:, None] * own) > SIGNIFICANCE
+            assert p_value(counts.sum(1), own) > SIGNIFICANCE
+            assert p_value(counts.sum(0), own) > SIGNIFICANCE

@@ -43,7 +43,7 @@ def base_prompts() -> dict[str, list[tuple[int, ...]]]:
         "boundary": random_prompts(2, boundaries),
         "lengths": random_prompts(3, [9]),
         "stops": random_prompts(4, [12, 33]),
-        "logprobs": random_prompts(5, [5, 17, 40]),
+        "logprobs": random_prompts(5, [5, 17, 40, *boundaries]),
     }
 
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang_dlite.drafter import DLiteConfig
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -47,3 +49,34 @@ def make_drafter_config() -> Callable[..., DLiteConfig]:
         return DLiteConfig(**(values | changes))
 
     return make
+
+
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Upstream's sampler on its torch backend, without a server around it."""
+    from sglang.srt.layers import sampler as module
+
+    backend = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
+    monkeypatch.setattr(module, "get_exec", lambda: backend)
+    sampler = module.Sampler.__new__(module.Sampler)
+    torch.nn.Module.__init__(sampler)
+    sampler.rl_on_policy_target = None
+    sampler.use_log_softmax_logprob = sampler.use_ascend_backend = False
+    sampler.enable_deterministic = True  # torch's softmax; upstream's own kernel is CUDA's
+    return sampler
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for upstream's hash, which is a CUDA kernel: same arguments, shape and dtype."""
+
+    def hashed(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        assert seed.shape == positions.shape and seed.dim() == columns.dim() == 1
+        rows = [
+            [hash((int(s), int(p), int(c))) % 2**32 for c in columns]
+            for s, p in zip(seed, positions, strict=True)
+        ]
+        return torch.tensor(rows, dtype=torch.int64).view(len(rows), len(columns)).to(torch.uint32)
+
+    for user in ("sglang.srt.layers.sampler", "sglang_dlite.speculative.rejection"):
+        monkeypatch.setattr(f"{user}.murmur_hash32", hashed)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from sampler_rows import VOCAB, Row, naive_law, sampling_info
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter
 from sglang_dlite.platforms.cpu_drafter import SampledCompiledDrafter, prepare_drafter
@@ -19,53 +19,6 @@ from sglang_dlite.platforms.sampling import sample_rows
 from sglang_dlite.speculative import rejection
 from sglang_dlite.speculative.drafting import SampledDrafter, require_sampled_drafts
 from sglang_dlite.speculative.rejection import RejectionSampling, target_law, uniform_numbers
-
-VOCAB = 40
-
-# temperature, top_k, top_p, min_p of each row
-Row = tuple[float, int, float, float]
-
-
-def sampling_info(rows: list[Row], seeds: list[int] | None = None) -> SamplingBatchInfo:
-    temperatures, top_ks, top_ps, min_ps = zip(*rows, strict=True)
-    return SamplingBatchInfo(
-        temperatures=torch.tensor(temperatures)[:, None],
-        top_ks=torch.tensor(top_ks, dtype=torch.int32),
-        top_ps=torch.tensor(top_ps),
-        min_ps=torch.tensor(min_ps),
-        is_all_greedy=all(k <= 1 for k in top_ks),
-        is_any_greedy=any(k <= 1 for k in top_ks),
-        need_top_p_sampling=any(p != 1.0 for p in top_ps),
-        need_top_k_sampling=any(k != TOP_K_ALL for k in top_ks),
-        need_min_p_sampling=any(p > 0 for p in min_ps),
-        vocab_size=VOCAB,
-        sampling_seed=None if seeds is None else torch.tensor(seeds),
-        device="cpu",
-    )
-
-
-@pytest.fixture
-def sampler(monkeypatch: pytest.MonkeyPatch) -> Sampler:
-    """Upstream's sampler on its torch backend, without a server around it."""
-    backend = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
-    monkeypatch.setattr("sglang.srt.layers.sampler.get_exec", lambda: backend)
-    sampler = Sampler.__new__(Sampler)
-    torch.nn.Module.__init__(sampler)
-    return sampler
-
-
-def naive_law(logits: list[float], row: Row) -> list[float]:
-    """One row, token by token, likeliest first; the three filters all look at the whole law."""
-    temperature, top_k, top_p, min_p = row
-    law = torch.softmax(torch.tensor(logits, dtype=torch.float64) / temperature, 0).tolist()
-    order = sorted(range(len(law)), key=lambda token: -law[token])
-    kept, before = [0.0] * len(law), 0.0
-    for rank, token in enumerate(order):
-        if rank < top_k and before <= top_p and law[token] >= min_p * law[order[0]]:
-            kept[token] = law[token]
-        before += law[token]
-    total = sum(kept)
-    return [weight / total for weight in kept]
 
 
 @pytest.mark.parametrize(
@@ -126,21 +79,6 @@ def test_seeded_rows_are_filtered_too(sampler: Sampler) -> None:
 
 
 # -- uniform numbers ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hashing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for upstream's hash, which is a CUDA kernel: same arguments, shape and dtype."""
-
-    def hashed(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        assert seed.shape == positions.shape and seed.dim() == columns.dim() == 1
-        rows = [
-            [hash((int(s), int(p), int(c))) % 2**32 for c in columns]
-            for s, p in zip(seed, positions, strict=True)
-        ]
-        return torch.tensor(rows, dtype=torch.int64).view(len(rows), len(columns)).to(torch.uint32)
-
-    monkeypatch.setattr(rejection, "murmur_hash32", hashed)
 
 
 def test_numbers_without_a_seed_are_fresh() -> None:

@@ -105,10 +105,12 @@ def test_any_stops_in_any_blocks() -> None:
 
 def test_a_grammar_ends_with_the_step_that_it_has_read() -> None:
     ended = SimpleNamespace(is_terminated=lambda: True)
-    _, finished_len = play(request(ended, stop=["x"]), ["abc"], check)
+    reason, finished_len = play(request(ended, stop=["x"]), ["abc"], check)
+    assert (reason, finished_len) == ({"type": "stop", "matched": 2}, 3)
     req = request(ended, stop=["b"])
-    assert finished_len in (None, 3)
-    assert play(req, ["abc"], check)[1] == 2 and req.grammar is ended
+    reason, finished_len = play(req, ["abc"], check)
+    assert (reason, finished_len) == ({"type": "stop", "matched": "b"}, 2)
+    assert req.grammar is ended
 
 
 def test_other_algorithms_and_plain_requests_are_left_alone(served: SimpleNamespace) -> None:

@@ -219,7 +219,7 @@ def test_flashinfer_meets_no_sliding_window(option: str, target: str, windowed: 
 def test_a_gemma3_server_on_flashinfer_is_refused(resolve: Resolve, tmp_path: Path) -> None:
     gemma = tiny_models.make_target(tmp_path / "gemma", "gemma3")
     options = ("--model-path", str(gemma), "--device", "cuda")
-    with pytest.raises(ValueError, match="'flashinfer' is not supported .* sliding window"):
+    with pytest.raises(ValueError, match=r"'flashinfer' is not supported .* sliding window"):
         resolve(*options, "--attention-backend", "flashinfer")
 
 

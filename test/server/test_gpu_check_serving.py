@@ -18,4 +18,4 @@ def test_all_checks_pass() -> None:
             results[name] = passed
 
     run_serving_checks(Report(), "cpu")
-    assert len(results) == 8 and all(results.values()), results
+    assert len(results) == 9 and all(results.values()), results

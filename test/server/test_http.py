@@ -297,9 +297,11 @@ def test_a_required_tool_call(client: Client) -> None:
         ("/generate", {"input_ids": [1], "sampling_params": {"regex": "(unclosed"}}),
         ("/generate", {"input_ids": [1], "sampling_params": {"ebnf": "no grammar"}}),
         ("/generate", {"input_ids": [1], "sampling_params": {"json_schema": "{"}}),
+        ("/generate", {**PLAIN, "top_logprobs_num": [0]}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"temperature": 1e39, "top_p": 0.9}}),
         (
             "/generate",
-            {"input_ids": [1], "sampling_params": {"min_new_tokens": 2, "stop_token_ids": [9999]}},
+            {"input_ids": [1], "sampling_params": {"repetition_penalty": 1e-40, "top_p": 0.9}},
         ),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"temperature": -1}}),
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"top_k": 2**31}}),
@@ -323,6 +325,16 @@ def test_bad_requests_leave_the_server_serving(
     assert 400 <= reply.status_code < 500, reply.text
     assert len(reply.text) > 20  # says why
     assert client.http.post("/generate", json=PLAIN).status_code == 200
+
+
+def test_stop_tokens_that_no_output_holds_stop_nothing(client: Client) -> None:
+    """SGLang's own JSON kit sends one; a minimal length would mask it beyond the vocabulary."""
+    params = {"temperature": 0, "max_new_tokens": 9, "min_new_tokens": 4}
+    replies = [
+        client.http.post("/generate", json={"input_ids": [1, 2], "sampling_params": each}).json()
+        for each in (params, {**params, "stop_token_ids": [9999]})
+    ]
+    assert replies[0]["output_ids"] == replies[1]["output_ids"]
 
 
 def test_a_body_that_is_not_json(client: Client) -> None:

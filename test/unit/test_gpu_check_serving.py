@@ -44,12 +44,19 @@ def failures(**changes: Any) -> list[str]:
     """What fails where the run without graphs differs by `changes`."""
     report = Report()
     arms = {TARGET_ONLY: TARGET, PLAIN: FAIR, NO_OVERLAP: FAIR, NO_GRAPHS: replace(FAIR, **changes)}
+    arms[ADAPTIVE] = replace(FAIR, passes=FAIR.passes + 1, accepted=0)
     compare(report, arms)
     return report.failed
 
 
 def test_equal_runs_pass() -> None:
     assert failures() == []
+
+
+def test_an_adaptive_run_that_only_knew_one_width_fails() -> None:
+    report = Report()
+    compare(report, {TARGET_ONLY: TARGET, PLAIN: FAIR, ADAPTIVE: FAIR})
+    assert len(report.failed) == 1 and "other widths" in report.failed[0]
 
 
 @pytest.mark.parametrize(

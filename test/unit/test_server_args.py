@@ -216,6 +216,13 @@ def test_flashinfer_meets_no_sliding_window(option: str, target: str, windowed: 
     check_window(SimpleNamespace(device="cuda", attention_backend="triton"), target)
 
 
+def test_a_gemma3_server_on_flashinfer_is_refused(resolve: Resolve, tmp_path: Path) -> None:
+    gemma = tiny_models.make_target(tmp_path / "gemma", "gemma3")
+    options = ("--model-path", str(gemma), "--device", "cuda")
+    with pytest.raises(ValueError, match=r"'flashinfer' is not supported .* sliding window"):
+        resolve(*options, "--attention-backend", "flashinfer")
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_lora_never_meets_an_adaptive_width(device: str) -> None:
     """Its decode graphs are made for one width."""

@@ -2,15 +2,16 @@
 
 SGLang's attention backends on a GPU plan for one number of rows per request, and its decode graphs
 are captured for one. So there is a set of both per width, and a verify pass puts the one of its
-width in place first, as SGLang's own adaptive EAGLE does. Its decode rows never differ otherwise:
-a prefill runs on any of the backends. Nothing here has run on a GPU yet (docs/cuda.md).
+width in place first, as SGLang's own adaptive EAGLE does. A prefill runs on any of the backends.
+Nothing here has run on a GPU yet (docs/cuda.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from sglang.srt.runtime_context import get_spec
@@ -36,33 +37,59 @@ class WidthRuntimes:
         of `widths`. `memory_gb` and `seconds` are what that took.
 
         Raises:
-            Exception: what upstream raises when graphs do not fit into memory, with its hints.
+            RuntimeError: it failed, mostly for want of memory; names the options that help.
         """
         self._runner = model_runner
+        self._largest, *self._others = sorted(widths, reverse=True)
         self._runtimes: dict[int, _Runtime] = {}
-        device, gpu = model_runner.device, model_runner.gpu_id
-        started, before = time.perf_counter(), get_available_gpu_memory(device, gpu)
-        graphs = model_runner.decode_cuda_graph_runner
-        largest, *others = sorted(widths, reverse=True)
-        self._runtimes[largest] = _Runtime(model_runner.attn_backend, graphs)
-        captured = has_graphs(model_runner)
-        for width in others:
-            # Backends read their width when they are made. The scheduler's reserve of K/V slots
-            # goes by the largest and is not asked for in between.
-            with get_spec().override(speculative_num_draft_tokens=width):
-                attention = _attention_backend(model_runner)
-                self._runtimes[width] = _Runtime(
-                    attention,
-                    _capture(model_runner, attention, width) if captured else graphs,
-                )
-        self.memory_gb = before - get_available_gpu_memory(device, gpu)
+        self._build()
+        # Graphs are captured again after a weight update that asks for it.
+        updater = model_runner.weight_updater
+        recapture: Callable[[], None] = updater.recapture_cuda_graph
+
+        def recapture_all() -> None:
+            self.use(self._largest)
+            self._runtimes.clear()  # their graphs' memory first
+            recapture()
+            self._build()
+
+        model_runner.weight_updater = dataclasses.replace(
+            updater, recapture_cuda_graph=recapture_all
+        )
+
+    def _build(self) -> None:
+        runner = self._runner
+        started, before = time.perf_counter(), self._free_gb()
+        graphs = runner.decode_cuda_graph_runner
+        self._runtimes[self._largest] = _Runtime(runner.attn_backend, graphs)
+        captured = has_graphs(runner)
+        try:
+            for width in self._others:
+                # Backends read their width when they are made. The scheduler's reserve of K/V
+                # slots goes by the largest and is not asked for in between.
+                with get_spec().override(speculative_num_draft_tokens=width):
+                    attention = _attention_backend(runner)
+                    self._runtimes[width] = _Runtime(
+                        attention, _capture(runner, attention, width) if captured else graphs
+                    )
+        except Exception as error:  # upstream's own is a bare one
+            raise RuntimeError(
+                f"--speculative-adaptive: the verify width {width} of {self._others} could not be "
+                f"made ready ({error}). Each needs an attention backend's buffers and decode "
+                "graphs: lower --mem-fraction-static or --cuda-graph-max-bs-decode, or drop the "
+                "option."
+            ) from error
+        self.memory_gb = before - self._free_gb()
         self.seconds = time.perf_counter() - started
         logger.info(
             "DLITE: verify widths %s made ready in %.2f s, mem usage=%.2f GB.",
-            others,
+            self._others,
             self.seconds,
             self.memory_gb,
         )
+
+    def _free_gb(self) -> float:
+        return get_available_gpu_memory(self._runner.device, self._runner.gpu_id)
 
     def use(self, width: int) -> None:
         """Verify passes are of `width` rows per request from now on."""

@@ -114,7 +114,7 @@ class DLiteWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Called after the target's graphs are captured; what DLITE needs is captured likewise."""
         runner = self._target_worker.model_runner
-        # The CPU's attention reads a pass's width from its batch.
+        # The CPU's attention reads a pass's width from its batch; it has graphs in tests only.
         if self.adaptive is not None and (runner.device != "cpu" or has_graphs(runner)):
             self.runtimes = WidthRuntimes(runner, self.adaptive.widths)
             self._additional_graph_memory_usage["target_verify"] = self.runtimes.memory_gb

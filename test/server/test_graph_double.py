@@ -100,7 +100,6 @@ def test_each_width_has_its_graphs_and_attention(
         assert output_ids(answers) == references.expected(name)
         assert set(settled_widths(widths)) <= set(captured)
     counts = replay_counts(adaptive.folder) - before
-    replayed = {width for width in captured if counts[f"verify {width}"]}
-    # Short workloads do not get to the script's end.
-    assert replayed == set(captured) if name == "mixed" else replayed
-    assert counts["draft"] > 0 and not any(kind.startswith(TAIL_VARIANT) for kind in counts)
+    assert not any(kind.startswith(TAIL_VARIANT) for kind in counts)
+    if name == "mixed":  # the others are short, or of more requests at once than are captured
+        assert all(counts[f"verify {width}"] for width in captured) and counts["draft"]

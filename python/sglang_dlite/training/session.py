@@ -199,9 +199,10 @@ class Session:
         eval_spec = AnchorSpec.of(self.shape, config.data.top_k, config.model.window * is_teacher)
         chosen = choose_evenly(held_out, sources, config.eval.replies)
         unit = "seconds" if config.stages.unit == "minutes" else "steps"
+        with_places = sum(len(some) > 0 for some in places)
         announcement = (
             f"train: {name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; "
-            f"{len(trained)} replies, {sum(map(len, places))} anchors; {len(chosen)} replies held "
+            f"{with_places} replies, {sum(map(len, places))} anchors; {len(chosen)} replies held "
             f"out; {', '.join(f'{s.name} {s.length} {unit}' for s in stages)}"
         )
         if self.world.is_main:

@@ -115,11 +115,26 @@ class Session:
                 f"run.init_from: {folder} has another shape than the model section: {shape} "
                 f"instead of {self.shape}"
             )
+        foreign = sorted(weights.keys() ^ drafter.state_dict().keys())
+        if foreign:
+            raise TrainConfigError(
+                f"run.init_from: {folder} holds no drafter: {', '.join(foreign)} differ. A teacher "
+                "is given by run.teacher_from=<run.folder>/teacher/best; run.init_from takes "
+                "<run.folder>, or a drafter's folder"
+            )
         drafter.load_state_dict(weights)
 
     def _warm_start(self, model: DLiteDrafter, folder: Path) -> None:
         if not self.config.model.warm_start or has_checkpoint(folder):
             return
+        if not self.training:
+            data = self.config.data
+            raise TrainConfigError(
+                f"no reply to train on: of {len(self.replies)} in data.replies none is left by "
+                f"data.min_reply_tokens = {data.min_reply_tokens}, data.max_tokens = "
+                f"{data.max_tokens}, data.held_out_percent = {data.held_out_percent:g} and "
+                f"data.drop_looping = {data.drop_looping}. Change these, or generate more replies"
+            )
         last = self.shape.num_target_layers - 1
         layers = self.shape.target_layer_ids
         spec = AnchorSpec((*layers, last), 1, 1, 1)

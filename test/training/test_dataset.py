@@ -185,6 +185,19 @@ def test_full_shards_of_before_prompts_had_a_hash_are_read(tmp_path: Path) -> No
     assert _ids(folder) == ["old#0"] and tokens_hash([4, 5]) in ReplyWriter(folder, "part-0").made
 
 
+def test_a_full_shard_keeps_the_fields_that_its_first_replies_lack(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, ("old#0", [4, 5], [1]))
+    part = folder / "part-0-00000.jsonl"
+    record = json.loads(part.read_text())
+    del record["prompt_hash"], record["question"]
+    part.write_text(json.dumps(record) + "\n")
+    writer = ReplyWriter(folder, "part-0", True, shard_size=2)
+    writer.append(ReplyRecord("new#0", "s", 0, "", [6], [2], "", "stop", "what?", "1234"))
+    rows = parquet.read_table(part.with_suffix(".parquet")).to_pylist()
+    assert [(row["question"], row["prompt_hash"]) for row in rows] == [("", ""), ("what?", "1234")]
+    assert ReplyWriter(folder, "part-0").made.keys() == {tokens_hash([4, 5]), "1234"}
+
+
 def test_a_damaged_full_shard_is_named(tmp_path: Path) -> None:
     folder = _folder(tmp_path, ("a#0", [4, 5], [1]))
     (folder / "part-0-00001.parquet").write_bytes(b"PAR1 and no more")

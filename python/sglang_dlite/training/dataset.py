@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +43,9 @@ class ReplyRecord:
     finish: str  # stop or length
     question: str = ""  # what the target asked itself (self-instruct)
     prompt_hash: str = ""  # `conversation_hash` of all that the reply follows
+
+
+_DEFAULTS = {f.name: f.default for f in fields(ReplyRecord) if f.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class ReplyWriter:
             import pyarrow
             import pyarrow.parquet
 
-            table = pyarrow.Table.from_pylist(self._held)
+            # Its columns are the first row's, which may be of before replies had all fields.
+            table = pyarrow.Table.from_pylist([{**_DEFAULTS, **record} for record in self._held])
             target = self._path.with_suffix(".parquet")
             write_atomically(target, lambda file: pyarrow.parquet.write_table(table, file))
             self._path.unlink()

@@ -85,7 +85,9 @@ def test_a_teachers_checkpoint_is_refused(config, tmp_path: Path) -> None:
     assert teacher is not None
     teacher.save()
     run = {"init_from": str(tmp_path / "first/teacher")}
-    with pytest.raises(TrainConfigError, match=r"run\.init_from: .*/teacher holds no drafter: hist"):
+    with pytest.raises(
+        TrainConfigError, match=r"run\.init_from: .*/teacher holds no drafter: hist"
+    ):
         make_trainer(config(tmp_path / "x", run=run))
 
 

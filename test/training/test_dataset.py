@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow
@@ -107,6 +109,20 @@ def test_other_settings_are_refused_by_name_and_runs_are_listed(tmp_path: Path) 
     ]
     with pytest.raises(DatasetError, match=r"temperature is 0\.0, now 1\.0"):
         describe(temperature=1.0).bind(tmp_path)
+
+
+def test_runs_that_start_at_once_are_all_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Description.read
+    monkeypatch.setattr(
+        Description, "read", classmethod(lambda _, folder: (read(folder), time.sleep(0.02))[0])
+    )
+    shares = [describe(provenance=[{"command": [str(i)]}]) for i in range(6)]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        list(pool.map(lambda share: share.bind(tmp_path), shares))
+    commands = [run["command"] for run in read(tmp_path).provenance]
+    assert sorted(commands) == [[str(i)] for i in range(6)]
 
 
 def test_another_vocabulary_is_refused(data_folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ from typing import IO, Any
 import numpy as np
 
 from sglang_dlite.training.anchors import Reply
-from sglang_dlite.training.storage import StorageError, read_lines, write_atomically, write_json
+from sglang_dlite.training.storage import (
+    StorageError,
+    locked,
+    read_lines,
+    write_atomically,
+    write_json,
+)
 
 DESCRIPTION = "dataset.json"
 _OLD_DESCRIPTION = "format.json"  # of the first, unreleased trainer
@@ -67,6 +73,10 @@ class Description:
 
         Raises `DatasetError` if that was made with other settings.
         """
+        with locked(folder, "dataset", wait=True):  # shares may start at once, each with its run
+            self._bind(folder)
+
+    def _bind(self, folder: Path) -> None:
         runs = []
         if (folder / DESCRIPTION).exists() or (folder / _OLD_DESCRIPTION).exists():
             found = Description.read(folder)

@@ -248,7 +248,7 @@ class Session:
             folder,
             config.optim.teacher_lr if is_teacher else config.optim.lr,
             self.world,
-            run_identity(config, name, stages, self.target.shape, content),
+            run_identity(config, name, stages, self.target, content),
         )
         if not is_teacher and not has_checkpoint(folder):
             self._take_over(trainer)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-
 # What flock answers on file systems that have none: some network and FUSE mounts.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 

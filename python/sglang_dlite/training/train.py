@@ -95,7 +95,8 @@ def dry_run(config: TrainConfig) -> Path | None:
 def train(config: TrainConfig) -> Path:
     """Run all stages; returns the folder of the exported drafter (or of the teacher alone)."""
     from sglang_dlite.training.cache_format import check_cache
-    from sglang_dlite.training.session import Session, usable
+    from sglang_dlite.training.selection import usable
+    from sglang_dlite.training.session import Session
 
     announce(config)
     with locked(Path(config.run.folder), "run") if _is_main() else nullcontext():

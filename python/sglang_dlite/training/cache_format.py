@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,16 @@ class CacheEntry:
         return self._arrays[kind][self._first[kind] : self.end[kind]]
 
 
+def read_entries(
+    folder: Path, arrays: Callable[[Path], dict[str, np.ndarray]] = lambda _: {}
+) -> Iterator[tuple[Path, CacheEntry]]:
+    """The entries of all parts, each with its part's `.jsonl`; arrays: opens a part's arrays."""
+    for path in sorted(folder.glob("*.jsonl")):
+        opened = arrays(path)
+        for line in read_lines(path):
+            yield path, CacheEntry(line, opened)
+
+
 class CacheIndex:
     """Finds a reply's line by its tokens: an id may come back with another text."""
 
@@ -156,9 +166,8 @@ def check_cache(folder: Path, target: FrozenTarget, replies: Sequence[Reply]) ->
     loaded = {"target_weights": target.fingerprint, "target_dtype": target.dtype}
     _compare(folder, asdict(fmt), loaded)
     index = CacheIndex(fmt)
-    for path in folder.glob("*.jsonl"):
-        for line in read_lines(path):
-            index.add(CacheEntry(line, {}))
+    for _, entry in read_entries(folder):
+        index.add(entry)
     missing = [reply for reply in replies if index.find(reply) is None]
     stale = [reply.id for reply in missing if index.is_stale(reply)]
     remedy = (

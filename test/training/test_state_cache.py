@@ -42,6 +42,7 @@ def _config(target: Path, data: Path, cache: Path, window: bool = True, **change
             | changes,
             "model": MODEL,
             "stages": {"teacher": 1.0 if window else 0.0},
+            "run": {"folder": str(cache.parent / "run")},
         }
     )
 
@@ -268,7 +269,6 @@ def test_replies_that_the_cache_lacks_are_named(
     longer = write_replies(tmp_path / "longer", [15] * 30)  # the same ids and prompts
     both = [str(data_folder), str(longer)]
     config = _config(target, data_folder, tmp_path / "c", replies=both)
-    config = replace(config, run=replace(config.run, folder=str(tmp_path / "run")))
     known = load_replies([data_folder], VOCAB)
     more = load_replies([data_folder, longer], VOCAB)
     used = sum(reply.length > 1 for reply in more)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from sglang_dlite.drafter import HistoryAwareDrafter
 from sglang_dlite.training import trainer as trainer_module
 from sglang_dlite.training.config import TrainConfigError
+from sglang_dlite.training.session import Session
 
-from .conftest import make_trainer
+from .conftest import MODEL, make_trainer
 
 
 @pytest.fixture
@@ -74,6 +76,19 @@ def test_another_shape_is_refused(config, tmp_path: Path) -> None:
         run = {"init_from": str(tmp_path / start)}
         with pytest.raises(TrainConfigError, match=r"run\.init_from: .* has another shape"):
             make_trainer(config(tmp_path / "x", run=run, model={"group_size": 1}))
+
+
+def test_a_teachers_checkpoint_is_refused(config, tmp_path: Path) -> None:
+    session = Session(config(tmp_path / "first", stages={"teacher": 1}))
+    fresh = HistoryAwareDrafter(session.shape, MODEL["window"])
+    teacher = session.trainer("teacher", fresh, None)
+    assert teacher is not None
+    teacher.save()
+    run = {"init_from": str(tmp_path / "first/teacher")}
+    with pytest.raises(
+        TrainConfigError, match=r"run\.init_from: .*/teacher holds no drafter: hist"
+    ):
+        make_trainer(config(tmp_path / "x", run=run))
 
 
 def test_a_damaged_checkpoint_is_named(config, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow
@@ -109,6 +111,20 @@ def test_other_settings_are_refused_by_name_and_runs_are_listed(tmp_path: Path) 
         describe(temperature=1.0).bind(tmp_path)
 
 
+def test_runs_that_start_at_once_are_all_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Description.read
+    monkeypatch.setattr(
+        Description, "read", classmethod(lambda _, folder: (read(folder), time.sleep(0.02))[0])
+    )
+    shares = [describe(provenance=[{"command": [str(i)]}]) for i in range(6)]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        list(pool.map(lambda share: share.bind(tmp_path), shares))
+    commands = [run["command"] for run in read(tmp_path).provenance]
+    assert sorted(commands) == [[str(i)] for i in range(6)]
+
+
 def test_another_vocabulary_is_refused(data_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="vocabulary has 257 tokens; the target's has 300"):
         load_replies([data_folder], 300)
@@ -183,6 +199,19 @@ def test_full_shards_of_before_prompts_had_a_hash_are_read(tmp_path: Path) -> No
     parquet.write_table(pyarrow.Table.from_pylist([record]), part.with_suffix(".parquet"))
     part.unlink()
     assert _ids(folder) == ["old#0"] and tokens_hash([4, 5]) in ReplyWriter(folder, "part-0").made
+
+
+def test_a_full_shard_keeps_the_fields_that_its_first_replies_lack(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, ("old#0", [4, 5], [1]))
+    part = folder / "part-0-00000.jsonl"
+    record = json.loads(part.read_text())
+    del record["prompt_hash"], record["question"]
+    part.write_text(json.dumps(record) + "\n")
+    writer = ReplyWriter(folder, "part-0", True, shard_size=2)
+    writer.append(ReplyRecord("new#0", "s", 0, "", [6], [2], "", "stop", "what?", "1234"))
+    rows = parquet.read_table(part.with_suffix(".parquet")).to_pylist()
+    assert [(row["question"], row["prompt_hash"]) for row in rows] == [("", ""), ("what?", "1234")]
+    assert ReplyWriter(folder, "part-0").made.keys() == {tokens_hash([4, 5]), "1234"}
 
 
 def test_a_damaged_full_shard_is_named(tmp_path: Path) -> None:

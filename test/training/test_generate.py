@@ -44,6 +44,14 @@ def test_a_killed_run_is_completed_without_loss_or_duplicates(
     assert len(again.asked) == 7 - len(kept)
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "x"])
+def test_a_limit_that_leaves_nothing_is_named(target: Path, tmp_path: Path, limit, capsys) -> None:
+    prompts = prompt_file(tmp_path / "prompts.jsonl")
+    with pytest.raises(SystemExit):
+        arguments(target, tmp_path / "out", "--prompts", prompts, "--limit", limit)
+    assert f"--limit: '{limit}' must be a whole number of 1" in capsys.readouterr().err
+
+
 def test_the_targets_own_reply_is_the_history(target: Path, tmp_path: Path, serve) -> None:
     prompts = prompt_file(tmp_path / "prompts.jsonl")
     serve(FakeEngine())

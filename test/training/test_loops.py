@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sglang_dlite.training.data_estimate import estimate_data
 from sglang_dlite.training.reply_kinds import loop_start
 from sglang_dlite.training.session import Session
 
@@ -28,6 +29,20 @@ def test_what_does_not_loop_is_left_whole() -> None:
     assert loop_start(list(range(60))) == 60
     assert loop_start([1, 2, 3] * 5 + list(range(50, 110))) == 75  # it found its way out
     assert loop_start([]) == 0
+
+
+@pytest.mark.parametrize("cut_loops", [False, True])
+def test_a_dry_run_counts_the_anchors_that_training_announces(
+    config, tmp_path: Path, cut_loops: bool, capsys
+) -> None:
+    settings = config(tmp_path, data={"cut_loops": cut_loops})
+    session = Session(settings)
+    for index in session.training[:3]:
+        reply = np.array([5, 6, 7, 8] * 12, dtype=np.int32)
+        session.replies[index] = replace(session.replies[index], reply_ids=reply)
+    session.trainer("drafter", session.fresh_drafter(), None)
+    (announced,) = re.findall(r"(\d+) anchors", capsys.readouterr().err)
+    assert estimate_data(settings, session.shape, session.replies).places == int(announced)
 
 
 def test_anchors_behind_the_start_are_left_out(

@@ -15,6 +15,7 @@ from sglang_dlite.training.cache_format import CacheError, CacheFormat, check_ca
 from sglang_dlite.training.cache_states import cache_states, choose_places
 from sglang_dlite.training.config import TrainConfig, from_dict
 from sglang_dlite.training.dataset import load_replies
+from sglang_dlite.training.session import Session
 from sglang_dlite.training.state_cache import CachedStates
 from sglang_dlite.training.states import OnlineStates
 from sglang_dlite.training.storage import StorageError, locked
@@ -41,6 +42,7 @@ def _config(target: Path, data: Path, cache: Path, window: bool = True, **change
             | changes,
             "model": MODEL,
             "stages": {"teacher": 1.0 if window else 0.0},
+            "run": {"folder": str(cache.parent / "run")},
         }
     )
 
@@ -257,6 +259,29 @@ def test_states_of_another_text_are_not_used_for_it(
     before = load_replies([data_folder], VOCAB)  # it still serves those that it was made for
     old = CachedStates(folder, before, spec)
     assert all(len(old.places(reply)) for reply in before if reply.length > 1)
+
+
+def test_replies_that_the_cache_lacks_are_named(
+    target: Path, data_folder: Path, write_replies, frozen, tmp_path: Path, capsys
+) -> None:
+    """A second reply to a prompt has an id that no cache of the first folder alone knows."""
+    folder = cache_states(_config(target, data_folder, tmp_path / "c"))
+    longer = write_replies(tmp_path / "longer", [15] * 30)  # the same ids and prompts
+    both = [str(data_folder), str(longer)]
+    config = _config(target, data_folder, tmp_path / "c", replies=both)
+    known = load_replies([data_folder], VOCAB)
+    more = load_replies([data_folder, longer], VOCAB)
+    used = sum(reply.length > 1 for reply in more)
+    lacking = [r for r in more[len(known) :] if r.length > 1]
+    wanted = rf"{len(lacking)} of {used} replies, the first '{lacking[0].id}'.*Run cache-states"
+    with pytest.raises(CacheError, match=wanted):
+        train(config)
+    session = Session(config)
+    session.trainer("drafter", session.fresh_drafter(), None)
+    trained = sum(r.length > 1 and not is_held_out(r.id, 20) for r in known)
+    assert f"; {trained} replies, " in capsys.readouterr().err  # those it has places of
+    cache_states(config)
+    check_cache(folder, frozen, [reply for reply in more if reply.length > 1])
 
 
 def _without_hashes(folder: Path) -> None:

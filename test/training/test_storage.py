@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -34,6 +37,21 @@ def test_a_second_process_is_told_and_a_kill_ends_the_lock(tmp_path: Path) -> No
         finally:
             holder.send_signal(signal.SIGKILL)
     with locked(folder, "part-0"):
+        pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_gets_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, capsys
+) -> None:
+    def refuse(*_) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path, "part-0"):
+        assert f"{tmp_path} cannot be locked ({os.strerror(code)})" in capsys.readouterr().err
+    code = errno.EIO
+    with pytest.raises(StorageError, match=r"cannot lock .*part-0"), locked(tmp_path, "part-0"):
         pass
 
 

@@ -15,6 +15,7 @@ from sglang_dlite.training.config import from_dict, load_config
 from sglang_dlite.training.estimate import _activations, estimate
 from sglang_dlite.training.provenance import read_metrics, without_folders
 from sglang_dlite.training.run_folder import load_any, load_teacher
+from sglang_dlite.training.storage import locked
 from sglang_dlite.training.targets import TargetShape, drafter_config
 
 from .conftest import MODEL
@@ -119,6 +120,16 @@ def test_a_finished_run_can_be_called_again(
     weights = (tmp_path / "run/drafter/model.safetensors").read_bytes()
     assert main(["train", str(path)]) == 0
     assert (tmp_path / "run/drafter/model.safetensors").read_bytes() == weights
+
+
+def test_a_second_run_in_the_same_folder_is_refused(
+    target: Path, data_folder: Path, tmp_path: Path, capsys
+) -> None:
+    path = _write(tmp_path / "c.yaml", target, data_folder, tmp_path / "run")
+    with locked(tmp_path / "run", "run"):
+        assert main(["train", str(path)]) == 1
+    assert f"another process is writing run in {tmp_path / 'run'}" in capsys.readouterr().err
+    assert not (tmp_path / "run/checkpoint.pt").exists()
 
 
 @pytest.mark.parametrize("warm", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sglang_dlite.drafter import HistoryAwareDrafter, load_drafter
 from sglang_dlite.training.config import TrainConfigError, from_dict
 from sglang_dlite.training.divergence import TrainingDiverged
@@ -210,6 +212,30 @@ def test_resuming_with_other_settings_is_refused(config, tmp_path: Path) -> None
     teacher = HistoryAwareDrafter(session.shape, MODEL["window"])
     with pytest.raises(TrainConfigError, match="other settings: teacher was None"):
         session.trainer("drafter", session.fresh_drafter(), teacher)
+
+
+def test_resuming_with_other_weights_of_the_target_is_refused(
+    config, target: Path, tmp_path: Path
+) -> None:
+    first = make_trainer(config(tmp_path / "run"))
+    first.train_step()
+    first.save()
+    moved = shutil.copytree(target, tmp_path / "moved" / "renamed")
+    assert make_trainer(config(tmp_path / "run", target={"path": str(moved)})).step == 1
+    tuned = shutil.copytree(target, tmp_path / "tuned" / target.name)
+    weights = load_file(tuned / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"] *= 1.01
+    save_file(weights, tuned / "model.safetensors", {"format": "pt"})
+    other = config(tmp_path / "run", target={"path": str(tuned)})
+    with pytest.raises(TrainConfigError, match=r"other settings: target was .*'weights': '\w+'"):
+        make_trainer(other)
+    # A checkpoint of before has the name in their place: it can still be resumed.
+    del first.identity["target"]["weights"]
+    first.identity["target"]["name"] = target.name
+    first.save()
+    assert make_trainer(other).step == 1
+    with pytest.raises(TrainConfigError, match=r"other settings: target was .*'dtype'"):
+        make_trainer(config(tmp_path / "run", target={"dtype": "bfloat16"}))
 
 
 def test_training_lowers_the_loss_and_keeps_the_best(config, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter
 from sglang_dlite.training.anchors import AnchorSpec, Pick
+from sglang_dlite.training.config import TrainConfigError
 from sglang_dlite.training.session import Session
 from sglang_dlite.training.warm_start import factorise_head, warm_start
 
@@ -37,6 +38,12 @@ def test_the_depth_embedding_takes_the_slots_means_away(session: Session) -> Non
     torch.testing.assert_close(centred.mean(0), 0.2 * mean, atol=1e-5, rtol=1e-4)
     others = [i for i in range(session.shape.num_target_layers) if i not in ids]
     assert others and drafter.layer_depth_embedding.weight[others].abs().max() < 0.2  # fresh
+
+
+def test_without_a_reply_to_train_on_the_settings_are_named(config, tmp_path: Path) -> None:
+    settings = config(tmp_path, model={"warm_start": True}, data={"min_reply_tokens": 999})
+    with pytest.raises(TrainConfigError, match=r"of 30 .*data\.min_reply_tokens = 999"):
+        Session(settings).fresh_drafter()
 
 
 def test_it_is_deterministic(session: Session) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,16 @@ class CacheEntry:
         return self._arrays[kind][self._first[kind] : self.end[kind]]
 
 
+def read_entries(
+    folder: Path, arrays: Callable[[Path], dict[str, np.ndarray]] = lambda _: {}
+) -> Iterator[tuple[Path, CacheEntry]]:
+    """The entries of all parts, each with its part's `.jsonl`; arrays: opens a part's arrays."""
+    for path in sorted(folder.glob("*.jsonl")):
+        opened = arrays(path)
+        for line in read_lines(path):
+            yield path, CacheEntry(line, opened)
+
+
 class CacheIndex:
     """Finds a reply's line by its tokens: an id may come back with another text."""
 
@@ -149,20 +159,29 @@ class CacheIndex:
         return (len(part.laws), len(part.seen)) == (entry.counts["topids"], entry.counts["window"])
 
 
-def check_cache(folder: Path, target: FrozenTarget, replies: Iterable[Reply]) -> None:
-    """Raise `CacheError` if the cache at `folder` was made with another target, or if it holds
-    states of other texts under the ids of these replies."""
+def check_cache(folder: Path, target: FrozenTarget, replies: Sequence[Reply]) -> None:
+    """Raise `CacheError` if the cache at `folder` was made with another target, or lacks the states
+    of some of these replies, be it that it holds other texts under their ids."""
     fmt = CacheFormat.read(folder)
     loaded = {"target_weights": target.fingerprint, "target_dtype": target.dtype}
     _compare(folder, asdict(fmt), loaded)
     index = CacheIndex(fmt)
-    for path in folder.glob("*.jsonl"):
-        for line in read_lines(path):
-            index.add(CacheEntry(line, {}))
-    stale = [reply.id for reply in replies if index.is_stale(reply)]
+    for _, entry in read_entries(folder):
+        index.add(entry)
+    missing = [reply for reply in replies if index.find(reply) is None]
+    stale = [reply.id for reply in missing if index.is_stale(reply)]
+    remedy = (
+        "Run cache-states again with these replies, which adds what is missing, or set data.cache "
+        "to the cache of these replies."
+    )
     if stale:
         raise CacheError(
             f"{folder}: the states of {len(stale)} replies, the first {stale[0]!r}, are those of "
-            "another prompt or reply with the same id. Run cache-states again, which adds what is "
-            "missing, or set data.cache to the cache of these replies."
+            f"another prompt or reply with the same id. {remedy}"
+        )
+    # They have no places, so a run would leave them out without a word.
+    if missing:
+        raise CacheError(
+            f"{folder} lacks the states of {len(missing)} of {len(replies)} replies, the first "
+            f"{missing[0].id!r}. {remedy}"
         )

@@ -57,7 +57,8 @@ def cache_states(config: TrainConfig, share: int = 0, shares: int = 1) -> Path:
     from sglang_dlite.training.anchors import AnchorSpec
     from sglang_dlite.training.cache_format import CacheFormat
     from sglang_dlite.training.dataset import load_replies
-    from sglang_dlite.training.session import pick_device, usable
+    from sglang_dlite.training.selection import usable
+    from sglang_dlite.training.session import pick_device
     from sglang_dlite.training.state_cache import CacheWriter
     from sglang_dlite.training.states import OnlineStates
     from sglang_dlite.training.storage import locked

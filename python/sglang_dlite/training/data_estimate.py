@@ -9,7 +9,7 @@ from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.training.anchors import Reply, is_held_out
 from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.estimate import DTYPE_BYTES, size_text
-from sglang_dlite.training.session import split_replies, usable
+from sglang_dlite.training.selection import learned_places, split_replies, usable
 from sglang_dlite.training.simulate import choose_evenly
 
 
@@ -66,7 +66,9 @@ def estimate_data(
         evaluation += element * 3 * hidden * sum(len(replies[index].tokens) for index in chosen)
     return DataEstimate(
         replies=len(training),
-        places=sum(len(replies[index].places) for index in training),
+        places=sum(
+            len(learned_places(replies[index], replies[index].places, data)) for index in training
+        ),
         evaluated=len(chosen),
         cache=cache if cached else 0,
         evaluation=evaluation,

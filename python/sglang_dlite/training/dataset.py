@@ -12,14 +12,20 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from sglang_dlite.training.anchors import Reply
-from sglang_dlite.training.storage import StorageError, read_lines, write_atomically, write_json
+from sglang_dlite.training.storage import (
+    StorageError,
+    locked,
+    read_lines,
+    write_atomically,
+    write_json,
+)
 
 DESCRIPTION = "dataset.json"
 _OLD_DESCRIPTION = "format.json"  # of the first, unreleased trainer
@@ -45,6 +51,9 @@ class ReplyRecord:
     prompt_hash: str = ""  # `conversation_hash` of all that the reply follows
 
 
+_DEFAULTS = {f.name: f.default for f in fields(ReplyRecord) if f.default is not MISSING}
+
+
 @dataclass(frozen=True)
 class Description:
     """What all replies of a data set agree on. `provenance` may differ between runs."""
@@ -64,6 +73,10 @@ class Description:
 
         Raises `DatasetError` if that was made with other settings.
         """
+        with locked(folder, "dataset", wait=True):  # shares may start at once, each with its run
+            self._bind(folder)
+
+    def _bind(self, folder: Path) -> None:
         runs = []
         if (folder / DESCRIPTION).exists() or (folder / _OLD_DESCRIPTION).exists():
             found = Description.read(folder)
@@ -162,7 +175,8 @@ class ReplyWriter:
             import pyarrow
             import pyarrow.parquet
 
-            table = pyarrow.Table.from_pylist(self._held)
+            # Its columns are the first row's, which may be of before replies had all fields.
+            table = pyarrow.Table.from_pylist([{**_DEFAULTS, **record} for record in self._held])
             target = self._path.with_suffix(".parquet")
             write_atomically(target, lambda file: pyarrow.parquet.write_table(table, file))
             self._path.unlink()

@@ -99,8 +99,14 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
         help="""of the target's chat template, e.g. '{"enable_thinking": false}'""",
     )
     add("--rows", metavar="[!]I/N", help="of --sessions: rows I modulo N, or (!) the others")
-    add("--limit", type=int, help="use at most this many prompts of each file")
+    add("--limit", type=_positive, help="use at most this many prompts of each file")
     add("--skip-bad-rows", action="store_true", help="leave out rows that cannot be used")
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or above")
+    return int(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,23 +13,27 @@ from torch import Tensor
 
 from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.schedule import Stage
-from sglang_dlite.training.targets import TargetShape, target_path
+from sglang_dlite.training.targets import FrozenTarget
 
 
 def run_identity(
     config: TrainConfig,
     name: str,
     stages: Sequence[Stage],
-    target: TargetShape,
+    target: FrozenTarget,
     content: dict[str, Any],
 ) -> dict[str, Any]:
     """Of the trainer `name`, as JSON has it; content: digests of what the config only names."""
     data = asdict(config.data)
     for key in ("replies", "cache", "cached_layer_ids"):  # where, not what
         del data[key]
-    path = Path(target_path(config.target.path)).name
     value = {
-        "target": {"name": path, "dtype": config.target.dtype, **asdict(target)},
+        # Not its name: a fine-tuned copy may have the same one, and a copy elsewhere another.
+        "target": {
+            "weights": target.fingerprint,
+            "dtype": config.target.dtype,
+            **asdict(target.shape),
+        },
         "model": asdict(config.model),
         "loss": asdict(config.teacher_loss if name == "teacher" else config.loss),
         "distill": asdict(config.distill),
@@ -43,6 +46,15 @@ def run_identity(
         **content,
     }
     return json.loads(json.dumps(value))
+
+
+def as_kept_now(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's identity to compare with ours. Older ones have the target's name instead of
+    its weights, which are then not compared."""
+    target = dict(before["target"])
+    if target.pop("name", None) is not None:
+        target["weights"] = now["target"]["weights"]
+    return before | {"target": target}
 
 
 def digest_of_texts(texts: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sglang_dlite.training.config import TrainConfigError
+from sglang_dlite.training.identity import as_kept_now
 from sglang_dlite.training.storage import write_atomically
 
 _FILE = "checkpoint.pt"
@@ -37,6 +38,7 @@ def read_checkpoint(folder: Path, device: torch.device) -> dict[str, Any]:
 
 def require_same_settings(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise `TrainConfigError` naming what differs between the checkpoint's settings and ours."""
+    before = as_kept_now(before, now)
     differing = [key for key in now if before.get(key) != now[key]]
     if differing:
         changes = "; ".join(f"{k} was {before.get(k)!r}, is {now[k]!r}" for k in differing)

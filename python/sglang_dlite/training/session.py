@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from torch import nn
 
 from sglang_dlite.drafter import DLiteDrafter, HistoryAwareDrafter, load_drafter
-from sglang_dlite.training.anchors import AnchorSpec, Pick, Reply, is_held_out
-from sglang_dlite.training.config import DataSection, ModelSection, TrainConfig, TrainConfigError
+from sglang_dlite.training.anchors import AnchorSpec, Pick
+from sglang_dlite.training.config import ModelSection, TrainConfig, TrainConfigError
 from sglang_dlite.training.dataset import DatasetError, fingerprint, load_replies
 from sglang_dlite.training.distributed import World
 from sglang_dlite.training.identity import (
@@ -25,10 +24,10 @@ from sglang_dlite.training.identity import (
 )
 from sglang_dlite.training.objective import Objective
 from sglang_dlite.training.provenance import read_metrics, write_provenance
-from sglang_dlite.training.reply_kinds import is_looping, loop_start
 from sglang_dlite.training.run_checkpoint import has_checkpoint, read_checkpoint
 from sglang_dlite.training.run_folder import copy_for_serving, load_teacher, save_model
 from sglang_dlite.training.schedule import Sampler, plan_stages
+from sglang_dlite.training.selection import learned_places, split_replies
 from sglang_dlite.training.simulate import EvalSet, choose_evenly, simulate_folders
 from sglang_dlite.training.state_cache import CachedStates
 from sglang_dlite.training.states import OnlineStates, StateSource
@@ -46,22 +45,6 @@ def pick_device(name: str) -> str:
     if name == "meta":
         raise TrainConfigError("run.device = 'meta' builds shapes only: use it with --dry-run")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
-def usable(reply: Reply, data: DataSection) -> bool:
-    """Whether a reply is of a length, and of a kind, to be used."""
-    if data.drop_looping and is_looping(reply.reply_ids.tolist()):
-        return False
-    tokens = len(reply.prompt_ids) + reply.length
-    return reply.length >= max(2, data.min_reply_tokens) and tokens <= data.max_tokens
-
-
-def split_replies(replies: Sequence[Reply], config: TrainConfig) -> tuple[list[int], list[int]]:
-    """Indices of the replies to train on, and of those that may be evaluated on."""
-    good = [i for i, reply in enumerate(replies) if usable(reply, config.data)]
-    held = {i for i in good if is_held_out(replies[i].id, config.data.held_out_percent)}
-    short = [i for i in sorted(held) if len(replies[i].tokens) <= config.eval.max_tokens]
-    return [i for i in good if i not in held], short
 
 
 class Session:
@@ -115,11 +98,26 @@ class Session:
                 f"run.init_from: {folder} has another shape than the model section: {shape} "
                 f"instead of {self.shape}"
             )
+        foreign = sorted(weights.keys() ^ drafter.state_dict().keys())
+        if foreign:
+            raise TrainConfigError(
+                f"run.init_from: {folder} holds no drafter: {', '.join(foreign)} differ. A teacher "
+                "is given by run.teacher_from=<run.folder>/teacher/best; run.init_from takes "
+                "<run.folder>, or a drafter's folder"
+            )
         drafter.load_state_dict(weights)
 
     def _warm_start(self, model: DLiteDrafter, folder: Path) -> None:
         if not self.config.model.warm_start or has_checkpoint(folder):
             return
+        if not self.training:
+            data = self.config.data
+            raise TrainConfigError(
+                f"no reply to train on: of {len(self.replies)} in data.replies none is left by "
+                f"data.min_reply_tokens = {data.min_reply_tokens}, data.max_tokens = "
+                f"{data.max_tokens}, data.held_out_percent = {data.held_out_percent:g} and "
+                f"data.drop_looping = {data.drop_looping}. Change these, or generate more replies"
+            )
         last = self.shape.num_target_layers - 1
         layers = self.shape.target_layer_ids
         spec = AnchorSpec((*layers, last), 1, 1, 1)
@@ -180,7 +178,8 @@ class Session:
             held_out = self.held_out
         trained = set(self.training)
         places = [
-            some[some < self._end(i)] if i in trained else some[:0] for i, some in enumerate(places)
+            learned_places(self.replies[i], some, config.data) if i in trained else some[:0]
+            for i, some in enumerate(places)
         ]
         sources = [reply.source for reply in self.replies]
         sampler = Sampler(places, config.optim, sources, config.data.weights)
@@ -199,9 +198,10 @@ class Session:
         eval_spec = AnchorSpec.of(self.shape, config.data.top_k, config.model.window * is_teacher)
         chosen = choose_evenly(held_out, sources, config.eval.replies)
         unit = "seconds" if config.stages.unit == "minutes" else "steps"
+        with_places = sum(len(some) > 0 for some in places)
         announcement = (
             f"train: {name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; "
-            f"{len(trained)} replies, {sum(map(len, places))} anchors; {len(chosen)} replies held "
+            f"{with_places} replies, {sum(map(len, places))} anchors; {len(chosen)} replies held "
             f"out; {', '.join(f'{s.name} {s.length} {unit}' for s in stages)}"
         )
         if self.world.is_main:
@@ -232,7 +232,7 @@ class Session:
             folder,
             config.optim.teacher_lr if is_teacher else config.optim.lr,
             self.world,
-            run_identity(config, name, stages, self.target.shape, content),
+            run_identity(config, name, stages, self.target, content),
         )
         if not is_teacher and not has_checkpoint(folder):
             self._take_over(trainer)
@@ -248,11 +248,6 @@ class Session:
         if self.world.is_main:
             steps = f"{trainer.steps_before} steps of {run.init_from}"
             print(f"train: goes on behind {steps}, without a warm-up", file=sys.stderr)
-
-    def _end(self, index: int) -> int:
-        """The place of a reply from which on it is not learned from."""
-        reply = self.replies[index]
-        return loop_start(reply.reply_ids.tolist()) if self.config.data.cut_loops else reply.length
 
     def run(self) -> Path:
         """All stages, then the export of the best drafter with its provenance."""

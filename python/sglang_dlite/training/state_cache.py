@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from sglang_dlite.training.anchors import AnchorBatch, AnchorSpec, Pick, Reply, concatenate
-from sglang_dlite.training.cache_format import CacheEntry, CacheError, CacheFormat, CacheIndex
+from sglang_dlite.training.cache_format import CacheError, CacheFormat, CacheIndex, read_entries
 from sglang_dlite.training.states import ReplyStates
-from sglang_dlite.training.storage import StorageError, read_lines
+from sglang_dlite.training.storage import StorageError
 
 
 class CacheWriter:
@@ -38,12 +38,10 @@ class CacheWriter:
         lines = self._stem.with_suffix(".jsonl")
         self.index = CacheIndex(fmt)  # of all parts: the number of shares may change
         self._rows = dict.fromkeys(fmt.kinds, 0)
-        for path in folder.glob("*.jsonl"):
-            for line in read_lines(path):
-                entry = CacheEntry(line, {})
-                self.index.add(entry)
-                if path == lines:
-                    self._rows = entry.end
+        for path, entry in read_entries(folder):
+            self.index.add(entry)
+            if path == lines:
+                self._rows = entry.end
         kept = lines.read_bytes().rfind(b"\n") + 1 if lines.exists() else 0
         self._files: dict[str, IO[bytes]] = {}
         for kind in fmt.kinds:
@@ -144,14 +142,14 @@ class CachedStates:
                     "a new folder, and run cache-states with these settings."
                 )
         index = CacheIndex(self.format)
-        for lines in sorted(folder.glob("*.jsonl")):
-            arrays = {
-                kind: self._map(lines.with_suffix(f".{kind}"), kind) for kind in self.format.kinds
-            }
-            for line in read_lines(lines):
-                index.add(CacheEntry(line, arrays))
+        for _, entry in read_entries(folder, self._arrays):
+            index.add(entry)
         found = {reply.id: index.find(reply) for reply in replies}
         self._entries = {name: entry for name, entry in found.items() if entry is not None}
+
+    def _arrays(self, lines: Path) -> dict[str, np.ndarray]:
+        """Of the part with these lines, by kind."""
+        return {k: self._map(lines.with_suffix(f".{k}"), k) for k in self.format.kinds}
 
     def _map(self, path: Path, kind: str) -> np.ndarray:
         fmt, count = self.format, path.stat().st_size // self.format.row_bytes(kind)

@@ -3,13 +3,18 @@ is full."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+# What flock answers on file systems that have none: some network and FUSE mounts.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class StorageError(RuntimeError):
@@ -17,12 +22,13 @@ class StorageError(RuntimeError):
 
 
 @contextmanager
-def locked(folder: Path, name: str) -> Iterator[None]:
+def locked(folder: Path, name: str, wait: bool = False) -> Iterator[None]:
     """Be the only process that writes what `name` stands for in `folder`, which is made if need be.
 
-    Raises `StorageError` at once where another process does, or the folder refuses. The kernel ends
-    the lock with the process, however that ends; the file `.<name>.lock` stays, since removing it
-    would let a third process lock another file of the same name.
+    Raises `StorageError` at once where another process does, or with `wait` stands in line; and
+    where the folder refuses. A file system without locks gets a warning. The kernel ends the lock
+    with the process, however that ends; the file `.<name>.lock` stays, since removing it would let
+    a third process lock another file of the same name.
     """
     path = folder / f".{name}.lock"
     try:
@@ -32,12 +38,20 @@ def locked(folder: Path, name: str) -> Iterator[None]:
         raise StorageError(f"cannot write to {folder}: {error}") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise StorageError(
                 f"another process is writing {name} in {folder} (it holds {path}): wait for its "
                 "end or stop it, or use another folder."
             ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise StorageError(f"cannot lock {path}: {error}") from error
+            print(
+                f"{folder} cannot be locked ({error.strerror}): see to it that no second process "
+                f"writes {name} there",
+                file=sys.stderr,
+            )
         yield
 
 

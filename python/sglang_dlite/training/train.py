@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, DrafterConfigError
@@ -12,7 +13,7 @@ from sglang_dlite.drafter.checkpoint import CheckpointError
 from sglang_dlite.training.config import TrainConfig, TrainConfigError, load_config
 from sglang_dlite.training.dataset import DatasetError, load_replies
 from sglang_dlite.training.state_cache import CacheError
-from sglang_dlite.training.storage import StorageError
+from sglang_dlite.training.storage import StorageError, locked
 from sglang_dlite.training.targets import TargetError, TargetShape, drafter_config, read_shape
 
 ERRORS = (
@@ -52,7 +53,7 @@ def announce(config: TrainConfig) -> DLiteConfig:
 
     shape = TargetShape.from_section(config.target) or read_shape(config.target)
     drafter = drafter_config(shape, config.model)
-    if os.environ.get("RANK", "0") == "0":
+    if _is_main():
         print(estimate(config, shape, drafter).text(), file=sys.stderr)
     return drafter
 
@@ -94,14 +95,21 @@ def dry_run(config: TrainConfig) -> Path | None:
 def train(config: TrainConfig) -> Path:
     """Run all stages; returns the folder of the exported drafter (or of the teacher alone)."""
     from sglang_dlite.training.cache_format import check_cache
-    from sglang_dlite.training.session import Session, usable
+    from sglang_dlite.training.selection import usable
+    from sglang_dlite.training.session import Session
 
     announce(config)
-    session = Session(config)
-    try:
-        if config.data.states == "cache":
-            used = [reply for reply in session.replies if usable(reply, config.data)]
-            check_cache(Path(config.data.cache), session.target, used)
-        return session.run()
-    finally:
-        session.world.close()
+    with locked(Path(config.run.folder), "run") if _is_main() else nullcontext():
+        session = Session(config)
+        try:
+            if config.data.states == "cache":
+                used = [reply for reply in session.replies if usable(reply, config.data)]
+                check_cache(Path(config.data.cache), session.target, used)
+            return session.run()
+        finally:
+            session.world.close()
+
+
+def _is_main() -> bool:
+    """Whether this is the process that writes: known before the processes have met."""
+    return os.environ.get("RANK", "0") == "0"

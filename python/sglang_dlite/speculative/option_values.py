@@ -73,13 +73,13 @@ def adaptive_with_rejection(args: Any) -> Any:
 
 # Those whose metadata for a verify pass has been read, with and without graphs (docs/cuda.md).
 CUDA_ATTENTION = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
+ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 def attention_backend(args: Any) -> Any:
     if args.device != "cuda":
         return None
-    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    names = [getattr(args, field, None) for field in fields]
+    names = [getattr(args, field, None) for field in ATTENTION_FIELDS]
     return next((name for name in names if name not in (None, *CUDA_ATTENTION)), None)
 
 

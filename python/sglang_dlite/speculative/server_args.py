@@ -7,6 +7,7 @@ from typing import Any
 from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.speculative.drafter_files import read_drafter_config
 from sglang_dlite.speculative.drafting import check_pair
+from sglang_dlite.speculative.option_values import ATTENTION_FIELDS
 from sglang_dlite.speculative.pivot_capture import WINDOWED_TARGETS, require_supported_target
 from sglang_dlite.speculative.refusals import REFUSALS
 
@@ -76,10 +77,10 @@ def check_window(args: Any, target: str) -> None:
     """
     if args.device != "cuda" or target not in WINDOWED_TARGETS:
         return
-    for option in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        if getattr(args, option, None) == "flashinfer":
+    for field in ATTENTION_FIELDS:
+        if getattr(args, field, None) == "flashinfer":
             raise ValueError(
-                f"--{option.replace('_', '-')} = 'flashinfer' is not supported with "
+                f"--{field.replace('_', '-')} = 'flashinfer' is not supported with "
                 f"--speculative-algorithm DLITE and {target}: its verify passes look beyond the "
                 "sliding window. What to do: use --attention-backend triton, or fa3 on Hopper."
             )

@@ -291,6 +291,7 @@ def test_a_required_tool_call(client: Client) -> None:
         ("/generate", {**PLAIN, "return_hidden_states": True}),
         ("/generate", {**PLAIN, "custom_logit_processor": "x"}),
         ("/generate", {**PLAIN, "lora_path": "adapter"}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"beam_width": 2}}),
         ("/generate", {"input_ids": [1], "sampling_params": {"frequency_penalty": 9}}),
         ("/generate", {"input_ids": [1], "sampling_params": {"repetition_penalty": 0}}),
         ("/generate", {"input_ids": [1], "sampling_params": {"logit_bias": {"9999": 1}}}),

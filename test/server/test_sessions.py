@@ -153,8 +153,12 @@ def test_a_refused_turn_leaves_its_session_as_it_was(
     session = running.engine.open_session(4096, streaming=streaming)
     one = say(running, session, None, turns.first, **turns.ending)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"logit_bias of token 3 is 1e\+31"):
-            say(running, session, one["meta_info"]["id"], turns.more, logit_bias={"3": 1e31})
+        for after in (one["meta_info"]["id"], "no such turn"):
+            with pytest.raises(ValueError, match=r"logit_bias of token 3 is 1e\+31"):
+                say(running, session, after, turns.more, logit_bias={"3": 1e31})
+        if not streaming:
+            with pytest.raises(ValueError, match=r"logit_bias of token 3 is 1e\+31"):
+                say(running, session, None, turns.more, replace=True, logit_bias={"3": 1e31})
     two = say(running, session, one["meta_info"]["id"], turns.more)
     assert two["output_ids"] == turns.answer
     running.engine.close_session(session)

@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.session.session_controller import Session, SessionReqNode
+from sglang.srt.session.session_controller import Session
 from sglang_dlite.speculative.request_validation import (
-    check_logprob_start,
     check_request,
     check_threshold,
     number_error,
     processor_error,
-    request_error,
     token_error,
 )
+from sglang_dlite.speculative.sessions import continue_what_was_returned
+
+VOCABULARY = 50
 
 
-def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
-    """What `request_error` reads of upstream's Req."""
-    capture = bool(fields.pop("return_hidden_states", False))
-    plain = {
-        "custom_logit_processor": None,
-        "origin_input_ids": [1, 2],
-        "token_indices_to_pool": None,
-        "logprob": SimpleNamespace(top_logprobs_num=0),
-        "session": None,
-    }
-    return SimpleNamespace(
-        sampling_params=SamplingParams(**(params or {})),
-        return_hidden_states_mode=SimpleNamespace(need_capture=lambda: capture),
-        **(plain | fields),
-    )
+def ask(
+    params: dict[str, Any] | None = None,
+    session: dict[str, Any] | None = None,
+    input_ids: list[int] | None = None,
+    **fields: Any,
+) -> SimpleNamespace:
+    """What leaves the tokenizer's process for such a request, or ValueError: upstream's own types
+    behind `check_request`."""
+    params = params or {}
+
+    def create(manager: Any, obj: Any) -> SimpleNamespace:
+        made = SamplingParams(**obj.sampling_params)
+        made.normalize(SimpleNamespace(encode=lambda text, **_: [1]))
+        made.verify(VOCABULARY)
+        plain = {
+            "custom_logit_processor": None,
+            "token_indices_to_pool": None,
+            "input_embeds": None,
+            "positional_embed_overrides": None,
+            "top_logprobs_num": 0,
+            "return_logprob": False,
+            "logprob_start_len": -1,
+        }
+        return SimpleNamespace(
+            sampling_params=made,
+            session_params=SessionParams(**session) if session else None,
+            input_ids=array("q", input_ids or [1, 2]),
+            **(plain | fields),
+        )
+
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
+    return check_request(create, manager, SimpleNamespace(sampling_params=params))
+
+
+@pytest.fixture(autouse=True)
+def spec(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A DLITE server's, in the tokenizer's process."""
+    section = SimpleNamespace(speculative_algorithm="DLITE")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: section)
+    return section
 
 
 @pytest.mark.parametrize(
@@ -56,20 +84,53 @@ def request(params: dict[str, Any] | None = None, **fields: Any) -> SimpleNamesp
     ],
 )
 def test_served_options(params: dict[str, Any]) -> None:
-    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), request(params)) is None
-
-
-def test_hidden_states_are_refused() -> None:
-    error = request_error(request(return_hidden_states=True))
-    assert error is not None
-    assert "return_hidden_states = True" in error
-    assert "allowed is" in error and "without speculation" in error
+    assert ask(params).sampling_params == ask(params).sampling_params
+    assert ask(params, {"id": "s", "rid": None, "offset": 3, "replace": True}) is not None
 
 
 def test_scores_at_chosen_positions_are_refused() -> None:
     """Upstream turns its prefill-only path off under speculation, and would score all positions."""
-    error = request_error(request(token_indices_to_pool=[3]))
-    assert error is not None and "token_indices_to_pool = [3]" in error and "Leave it out" in error
+    with pytest.raises(ValueError, match=r"token_indices_to_pool = \[3\].*Leave it out"):
+        ask(token_indices_to_pool=[3])
+
+
+@pytest.mark.parametrize("name", ["input_embeds", "positional_embed_overrides"])
+def test_embeddings_in_place_of_tokens_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is not supported.*Send text or input_ids"):
+        ask(**{name: [[0.5, 0.5]]})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json_schema": {"type": "object"}},
+        {"regex": ["a"]},
+        {"stream_interval": "2"},
+        {"skip_special_tokens": []},
+        {"ignore_eos": "no"},
+        {"max_new_tokens": 16.0},
+        {"min_new_tokens": 1.5},
+        {"top_k": 4.0},
+        {"n": 2.0},
+    ],
+)
+def test_options_of_another_type(params: dict[str, Any]) -> None:
+    """Upstream compares, hashes or slices by them, in the scheduler or the detokenizer."""
+    ((name, value),) = params.items()
+    with pytest.raises(ValueError) as error:
+        ask(params)
+    assert f"{name} = {value!r}: Expected `" in str(error.value) and "leave it out" in str(error)
+
+
+def test_a_mark_that_skips_upstreams_checks() -> None:
+    with pytest.raises(ValueError, match=r"is_normalized.*allowed is false"):
+        ask({"is_normalized": True, "stop_token_ids": ["a"]})
+
+
+@pytest.mark.parametrize("wrong", [{"id": ["s"]}, {"rid": ["x"]}, {"offset": "1"}, {"replace": 3}])
+def test_session_parameters_of_another_type(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} = .*Expected `"):
+        ask(session={"id": "s", **wrong})
 
 
 def not_a_processor() -> str:
@@ -85,9 +146,8 @@ def not_a_processor() -> str:
 )
 def test_a_processor_that_cannot_be_read(serialized: str) -> None:
     """Upstream would read it while it forms a batch, and end the scheduler."""
-    error = request_error(request(custom_logit_processor=serialized))
-    assert error is not None and "custom_logit_processor" in error
-    assert "allowed is" in error and "to_str()" in error
+    with pytest.raises(ValueError, match=r"custom_logit_processor.*allowed is .*to_str\(\)"):
+        ask(custom_logit_processor=serialized)
 
 
 def test_a_processor_that_can_be_read() -> None:
@@ -98,12 +158,9 @@ def test_a_processor_that_can_be_read() -> None:
 @pytest.mark.parametrize("bad", [-1, 50, 10**6])
 def test_stop_tokens_that_no_output_holds_are_left_out(bad: int) -> None:
     """min_new_tokens, this request's or another's, could not mask them; they stop nothing."""
-    asked = request({"stop_token_ids": [3, bad, 49], "max_new_tokens": 9})
-    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), asked) is None
+    asked = ask({"stop_token_ids": [3, bad, 49], "max_new_tokens": 9})
     assert asked.sampling_params.stop_token_ids == {3, 49}
-    alone = request({"stop_token_ids": [bad]})
-    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), alone) is None
-    assert alone.sampling_params.stop_token_ids is None
+    assert ask({"stop_token_ids": [bad]}).sampling_params.stop_token_ids is None
 
 
 @pytest.mark.parametrize(
@@ -114,6 +171,7 @@ def test_stop_tokens_that_no_output_holds_are_left_out(bad: int) -> None:
         ({}, 51, "top_logprobs_num = 51; allowed are numbers up to 50"),
         ({"logit_bias": {"3": 1.0, "7": 1e39}}, 0, "logit_bias of token 7 is 1e+39"),
         ({"logit_bias": {"3": float("nan")}}, 0, "logit_bias of token 3 is nan"),
+        ({"logit_bias": {"3": -(10**400)}}, 0, "logit_bias of token 3 is -1000"),
     ],
 )
 def test_numbers_that_would_end_the_scheduler(
@@ -123,14 +181,7 @@ def test_numbers_that_would_end_the_scheduler(
     assert error is not None and words in error and "allowed" in error
 
 
-@pytest.mark.parametrize("name", ["top_k", "min_new_tokens", "max_new_tokens"])
-def test_lengths_that_are_no_whole_numbers(name: str) -> None:
-    """Upstream slices the output by them: a float ends the scheduler at the request's end."""
-    error = number_error(SamplingParams(**{name: 16.0}), 0, 50)
-    assert error is not None and f"{name} = 16.0" in error and "whole numbers" in error
-
-
-def test_options_of_another_type() -> None:
+def test_numbers_of_another_type() -> None:
     """Nothing between the client and the scheduler checks these."""
     error = number_error(SamplingParams(), [0], 50)
     assert error is not None and "top_logprobs_num = [0]" in error
@@ -148,7 +199,7 @@ def test_numbers_beyond_fp32(params: dict[str, float]) -> None:
 
 def test_numbers_at_their_limits() -> None:
     params = {"top_k": 2**31 - 1, "min_new_tokens": 2**31 - 1, "max_new_tokens": None}
-    bias = {"1": 1e30, "2": float("-inf"), "3": -1e39}
+    bias = {"1": 1e30, "2": float("-inf"), "3": -1e30}
     assert number_error(SamplingParams(**params, logit_bias=bias), 50, 50) is None
     assert number_error(SamplingParams(top_k=-1), -1, 50) is None
     extreme = SamplingParams(temperature=1e30, repetition_penalty=1e-30, top_k=np.int64(4))
@@ -167,76 +218,95 @@ def test_token_ids_inside_the_vocabulary() -> None:
     assert token_error([], 50) is None
 
 
-def scheduler(algorithm: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        spec_algorithm=SimpleNamespace(name=algorithm), model_config=SimpleNamespace(vocab_size=50)
-    )
-
-
-def test_upstreams_answer_comes_first_and_other_algorithms_are_left_alone() -> None:
-    refused = request(return_hidden_states=True)
-    assert check_request(lambda scheduler, req: "no", scheduler("DLITE"), refused) == "no"
-    assert check_request(lambda scheduler, req: None, scheduler("EAGLE"), refused) is None
-    for bad, word in ((refused, "return_hidden_states"), (request(origin_input_ids=[60]), "60")):
-        error = check_request(lambda scheduler, req: None, scheduler("DLITE"), bad)
-        assert error is not None and word in error
-    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), request()) is None
-
-
-def test_where_log_probabilities_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SimpleNamespace(speculative_algorithm="DLITE")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
-    seen: list[int] = []
-
-    def check(start: int, wanted: bool = True) -> None:
-        obj = SimpleNamespace(return_logprob=wanted, logprob_start_len=start)
-        check_logprob_start(lambda _, obj: seen.append(obj.logprob_start_len), None, obj)
-
-    for start in (-1, 0, 7):
-        check(start)
-    check(-5, wanted=False)
-    with pytest.raises(ValueError, match=r"logprob_start_len = -5; allowed.*Leave it out"):
-        check(-5)
+def test_upstreams_answer_comes_first_and_other_algorithms_are_left_alone(
+    spec: SimpleNamespace,
+) -> None:
+    with pytest.raises(ValueError, match="top_p"):
+        ask({"top_p": 2.0, "top_k": 2**31})
+    for bad in ({"input_ids": [60]}, {"params": {"top_k": 2**31}}):
+        with pytest.raises(ValueError, match=r"60|2147483648"):
+            ask(**bad)
     spec.speculative_algorithm = None
-    check(-5)
-    assert seen == [-1, 0, 7, -5, -5, -5]
+    assert list(ask(input_ids=[60]).input_ids) == [60]
 
 
-def session_with(*rids: str, streaming: bool) -> Session:
-    """A session in which each request follows the one before; the last one is running."""
-    session = Session(100, "s", streaming)
-    node = None
+def test_where_log_probabilities_begin(spec: SimpleNamespace) -> None:
+    for start in (-1, 0, 7):
+        ask(return_logprob=True, logprob_start_len=start)
+    ask(return_logprob=False, logprob_start_len=-5)
+    for start in (-5, "1"):
+        with pytest.raises(ValueError, match=r"logprob_start_len = .*; allowed.*Leave it out"):
+            ask(return_logprob=True, logprob_start_len=start)
+
+
+def create_turn(session: Session, own: str, refused: bool = False, **params: Any) -> Any:
+    """Upstream's create_req behind our hook: the turn `own`, or one that it refuses itself."""
+    made = []
+
+    def factory(**fields: Any) -> SimpleNamespace:
+        made.append(
+            SimpleNamespace(
+                rid=fields["rid"],
+                session=session,
+                origin_input_ids=fields["origin_input_ids"],
+                origin_input_ids_unpadded=fields["origin_input_ids_unpadded"],
+                output_ids=[],
+                sampling_params=SamplingParams(max_new_tokens=4),
+                finished_reason="stop",
+                finished_len=None,
+                to_finish=None,
+                multimodal_inputs=None,
+                finished=lambda: True,
+                inherit_mm_token_counts=lambda last: None,
+                set_finish_with_abort=lambda message: setattr(made[0], "to_finish", message),
+            )
+        )
+        return made[0]
+
+    names = TokenizedGenerateReqInput.__struct_fields__
+    given = {"rid": own, "input_ids": [1, 2], "session_params": SessionParams(id="s", **params)}
+    asked = SimpleNamespace(**(dict.fromkeys(names) | given))
+    turn = continue_what_was_returned(
+        Session.create_req, session, asked, None, VOCABULARY, req_factory=factory
+    )
+    assert (turn.to_finish is not None) == refused
+    return turn
+
+
+@pytest.mark.parametrize("rids", [("a", "b", "c"), ("x", "a", "a"), ("a", "a")])
+@pytest.mark.parametrize("replaced", [None, 0])
+def test_a_replaced_session_whatever_its_ids(rids: tuple[str, ...], replaced: int | None) -> None:
+    """An id may be used again once its turn is over; upstream deletes such turns twice."""
+    session, before = Session(100, "s"), None
     for rid in rids:
-        node = SessionReqNode(SimpleNamespace(rid=rid), node)
-        session.req_nodes[rid] = node
-    session._inflight = streaming
-    return session
+        create_turn(session, rid, rid=before)
+        before = rid
+    of = None if replaced is None else rids[replaced]
+    create_turn(session, "new", replace=True, rid=of)
+    assert "new" in session.req_nodes
+    if of is None:
+        assert list(session.req_nodes) == ["new"]
+    create_turn(session, "next", rid="new")
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_refused_request_leaves_its_session(streaming: bool) -> None:
-    """Else a streaming session waits for its end for ever."""
-    session = session_with("a", "b", streaming=streaming)
-    bad = request(origin_input_ids=[60], session=session, rid="b")
-    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), bad)
-    assert not session._inflight
-    if not streaming:  # upstream's streaming sessions enter a turn when it is over
-        assert list(session.req_nodes) == ["a"] and not session.req_nodes["a"].children
+def test_a_turn_that_a_streaming_session_refuses_does_not_end_the_running_one() -> None:
+    """Its end would be taken for the other's, and a third turn be lent K/V that is written to."""
+    session = Session(100, "s", streaming=True)
+    running = create_turn(session, "a")
+    refused = create_turn(session, "b", refused=True)
+    assert running.session is session and refused.session is None and session._inflight
 
 
-def test_a_served_request_stays_in_its_session() -> None:
-    session = session_with("a", streaming=True)
-    good = request(session=session, rid="a")
-    assert check_request(lambda scheduler, req: None, scheduler("DLITE"), good) is None
-    assert session._inflight
-
-
-@pytest.mark.parametrize("value,refused", [(0.5, True), (0, True), (1.0, False), (1, False)])
+@pytest.mark.parametrize(
+    "value,refused",
+    [(0.5, True), (0, True), (None, True), ("abc", True), (1.0, False), (1, False)],
+)
 def test_a_threshold_of_acceptance_cannot_be_set(value: float, refused: bool) -> None:
     seen: list[float] = []
 
     def change(algorithm: str) -> None:
-        controller = SimpleNamespace(scheduler=scheduler(algorithm))
+        scheduler = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm))
+        controller = SimpleNamespace(scheduler=scheduler)
         check_threshold(lambda c, key, value: seen.append(value), controller, "acc", value)
 
     change("EAGLE")

@@ -118,20 +118,20 @@ HOOKS: tuple[Hook, ...] = (
         "a turn would find its prefix one token longer than the K/V that was written",
     ),
     Hook(
-        "sglang.srt.managers.scheduler.Scheduler.validate_dllm_request",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "AROUND",
         request_validation.check_request,
-        ("self", "req"),
+        (
+            "self",
+            "obj",
+            "input_text",
+            "input_ids",
+            "input_embeds",
+            "mm_inputs",
+            "token_type_ids",
+        ),
         False,
-        "request options that DLITE does not serve are refused with a 400",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_token_ids_logprob",
-        "AROUND",
-        request_validation.check_logprob_start,
-        ("self", "obj"),
-        False,
-        "a negative logprob_start_len ends the scheduler",
+        "requests that DLITE does not serve, or that would end the scheduler, get a 400",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.internal_state."

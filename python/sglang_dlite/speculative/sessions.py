@@ -7,7 +7,7 @@ not fill. Upstream's sessions take both for the turn's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sglang_dlite.speculative import serves_dlite
@@ -21,18 +21,42 @@ def continue_what_was_returned(
     Upstream joins that turn's `output_ids` to the new input. Nothing else reads them any more: the
     turn is over. (Streaming sessions are trimmed by upstream.)
 
-    A turn that replaces the whole session deletes its nodes while upstream walks over them, which
-    ends the scheduler: they are cleared before.
+    Two mends of what ends upstream's scheduler, or lends a turn the K/V that another one writes:
+    turns that a `replace` drops are taken out before, and a turn that a streaming session refuses
+    leaves it, so that its end is not taken for that of the turn that runs.
     """
-    if serves_dlite():
-        turn = req.session_params
-        if turn.replace and turn.rid is None and not session.streaming:
-            for root in [node for node in session.req_nodes.values() if node.parent is None]:
-                root.clear(session.req_nodes)
-        node = session.req_nodes.get(turn.rid)
-        if node is not None and node.req.finished_len is not None:
-            node.req.output_ids = node.req.output_ids[: node.req.finished_len]
-    return original(session, req, *args, **options)
+    if not serves_dlite():
+        return original(session, req, *args, **options)
+    turn = req.session_params
+    node = session.req_nodes.get(turn.rid)
+    if turn.replace and not session.streaming:
+        if turn.rid is None:
+            _drop(session.req_nodes, session.req_nodes.values())
+        elif node is not None:
+            _drop(session.req_nodes, node.children)
+            node.children = []
+    if node is not None and node.req.finished_len is not None:
+        node.req.output_ids = node.req.output_ids[: node.req.finished_len]
+    made = original(session, req, *args, **options)
+    if session.streaming and made.to_finish is not None:
+        made.session = None
+    return made
+
+
+def _drop(nodes: dict[str, Any], turns: Iterable[Any]) -> None:
+    """Abort these turns and all that follow them, and take them out of `nodes`.
+
+    Upstream walks over the dictionary that it deletes from, and takes every turn to be in it: one
+    whose id was used again is not.
+    """
+    pending = list(turns)
+    while pending:
+        turn = pending.pop()
+        turn.abort()
+        rid = turn.req.rid
+        if nodes.get(rid) is turn:
+            del nodes[rid]
+        pending += turn.children
 
 
 def keep_what_was_computed(original: Callable[..., bool], sessions: Any, req: Any) -> bool:
@@ -49,16 +73,3 @@ def keep_what_was_computed(original: Callable[..., bool], sessions: Any, req: An
         record = sessions.slots[session_id].kv
         record.kv_committed_len = min(record.kv_committed_len, committed)
     return kept
-
-
-def forget_refused(req: Any) -> None:
-    """Take a request that was refused out of its session, which waits for its end otherwise."""
-    session = req.session
-    if session is None:
-        return
-    if session.streaming:
-        session.abort_req()
-        return
-    node = session.req_nodes.pop(req.rid)
-    if node.parent is not None:
-        node.parent.children.remove(node)

@@ -78,6 +78,17 @@ def test_speedup_over_the_baseline(make_result: MakeResult) -> None:
     assert math.isnan(measures.speedup(ours, []).value)
 
 
+def test_throughput_over_the_baseline(make_result: MakeResult) -> None:
+    ours = [make_result(repeat=r) for r in (0, 1, 2)]
+    plain = [make_result("target-only", plain=True, repeat=r) for r in (0, 1)]
+    plain = [
+        replace(result, seconds=result.seconds * k) for result, k in zip(plain, (2, 3), strict=True)
+    ]
+    ratio = measures.throughput_ratio(ours, plain)  # the third repeat has no partner
+    assert ratio == pytest.approx((2.5, 2.0, 3.0))
+    assert math.isnan(measures.throughput_ratio(ours, []).value)
+
+
 def test_acceptance(make_result: MakeResult) -> None:
     figures = measures.acceptance_figures([make_result(), make_result(cache="cold")])
     assert figures is not None

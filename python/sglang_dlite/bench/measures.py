@@ -20,6 +20,11 @@ def _median(values: Iterable[float | None]) -> stats.Interval:
     return stats.median([value for value in values if value is not None])
 
 
+def _throughput(result: RoundResult) -> float:
+    """Output tokens of all users over the round's wall time."""
+    return sum(reply.output_tokens for reply in result.replies) / result.seconds
+
+
 def load_figures(results: Sequence[RoundResult]) -> Figures:
     """Speed and latency of one arm at one load: rounds of one workload, concurrency and cache."""
     replies = [reply for result in results for reply in result.replies]
@@ -35,10 +40,7 @@ def load_figures(results: Sequence[RoundResult]) -> Figures:
         ],
         "output_tokens": sum(reply.output_tokens for reply in replies),
         "user_tok_per_s": _median(reply.tok_per_s for reply in replies),
-        "total_tok_per_s": _median(
-            sum(reply.output_tokens for reply in result.replies) / result.seconds
-            for result in results
-        ),
+        "total_tok_per_s": _median(_throughput(result) for result in results),
         "ttft_s": _median(reply.ttft_s for reply in replies),
         "tpot_s": _median(reply.tpot_s for reply in replies),
         "turn_s": _median(reply.latency_s for reply in replies),
@@ -64,6 +66,21 @@ def speedup(results: Sequence[RoundResult], baseline: Sequence[RoundResult]) -> 
     ours, theirs = by_turn(results), by_turn(baseline)
     shared = [key for key in ours if key in theirs]
     return _median(ours[key].tok_per_s / theirs[key].tok_per_s for key in shared)
+
+
+def throughput_ratio(
+    results: Sequence[RoundResult], baseline: Sequence[RoundResult]
+) -> stats.Interval:
+    """Median over repeats of a round's tok/s in all over the baseline's in the same repeat.
+
+    Repeats that only one side played are left out.
+    """
+    theirs = {result.round.repeat: _throughput(result) for result in baseline}
+    return _median(
+        _throughput(result) / theirs[result.round.repeat]
+        for result in results
+        if theirs.get(result.round.repeat)
+    )
 
 
 def tau(replies: Sequence[Reply]) -> stats.Interval:

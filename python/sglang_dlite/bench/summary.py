@@ -86,7 +86,11 @@ def _loads(config: BenchConfig, results: list[RoundResult]) -> list[dict[str, An
             rounds = arms[arm]
             figures = measures.load_figures(rounds)
             figures |= {"workload": workload, "concurrency": concurrency, "cache": cache}
-            figures |= {"arm": arm, "speedup": measures.speedup(rounds, baseline)}
+            figures |= {
+                "arm": arm,
+                "speedup": measures.speedup(rounds, baseline),
+                "throughput_ratio": measures.throughput_ratio(rounds, baseline),
+            }
             entries.append(figures)
     return entries
 

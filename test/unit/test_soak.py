@@ -113,6 +113,7 @@ def test_sampled_replies_that_keep_to_their_options_pass() -> None:
     assert sampled({}, [1, 2, 3, 4, 5, 6], LENGTH) is None
     assert sampled(STOPS, [1, 2, 3, 9], STOP) is None
     assert sampled(STOPS, [1, 2], LENGTH, limit=2) is None
+    assert sampled({"stop": [">", "7"]}, [1, 379], STOP, "a<x379") is None
     assert sampled({"regex": "[ab]{2}"}, [1, 2], STOP, "ab") is None
     text = '{"name": "abc", "kind": "one", "size": 12}'
     assert sampled({"json_schema": SCHEMA}, [1, 2], STOP, text) is None
@@ -130,6 +131,8 @@ def test_sampled_replies_that_keep_to_their_options_pass() -> None:
         (sampled(STOPS, [1, 2, 3, 9, 4], STOP), "behind a stop token"),
         (sampled({"ignore_eos": False}, [1, EOS_ID, 4], STOP), "behind a stop token"),
         (sampled({"stop": ["x"]}, [1, 2], STOP, "axb"), "stop string"),
+        (sampled({"stop": ["7"]}, [1, 379], STOP, "7<x3"), "stop string"),
+        (sampled({"stop": [">", "7"]}, [1, 9], STOP, "<x379"), "stop string"),
         (sampled({"regex": "[ab]{2}"}, [1, 2], STOP, "abc"), "none of"),
         (sampled({"json_schema": SCHEMA}, [1, 2], STOP, '{"name": '), "not JSON"),
         (sampled({"json_schema": SCHEMA}, [1, 2], STOP, "{}"), "schema"),

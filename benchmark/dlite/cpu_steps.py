@@ -5,6 +5,11 @@ within every repeat, and medians over the repeats are shown. A step of DLITE is 
 rows per request and the draft of the next block, with the embedded model and its drafter.
 
     python benchmark/dlite/cpu_steps.py
+
+What the policy of --speculative-adaptive weighs up, steps at every width and number of requests,
+as JSON (test/unit/step_costs.json is one such):
+
+    python benchmark/dlite/cpu_steps.py --widths 1 2 3 4 6 8 > step_costs.json
 """
 
 from __future__ import annotations
@@ -18,34 +23,36 @@ import sys
 import time
 from typing import Any
 
-ARMS: dict[str, tuple[dict[str, str], bool]] = {  # environment, with DLITE
-    "torch": ({"DLITE_CPU_KERNELS": "0"}, False),
-    "kernels": ({"DLITE_CPU_KERNELS": "1"}, False),
-    "dlite": ({"DLITE_CPU_KERNELS": "1"}, True),
+ARMS: dict[str, tuple[str, int]] = {  # DLITE_CPU_KERNELS, width of a verify pass
+    "torch": ("0", 1),
+    "kernels": ("1", 1),
+    "dlite": ("1", 8),
 }
+REQUESTS, WIDTH_PROMPT, WIDTH_STEPS = (1, 2, 4, 8, 16, 32), 256, 16  # of --widths
 # (requests, prompt tokens of each, steps timed)
 DECODES = ((1, 64, 40), (8, 64, 20), (1, 3000, 20))
 PREFILL = 2048
 SHORT = 4  # tokens of the run that is subtracted: request handling and the prefix look-up
 
 
-def serve_arm(name: str) -> None:
-    """The child: an engine that answers one JSON line per request line."""
+def serve_arm(width: int) -> None:
+    """The child: an engine that answers one JSON line per request line; width 1 is no DLITE."""
     import sglang
     from sglang_dlite.assets import shipped_drafter_dir
     from sglang_dlite.embedded_model import prepare_embedded_model
 
     options: dict[str, Any] = {}
-    if ARMS[name][1]:
+    if width > 1:
         options = {
             "speculative_algorithm": "DLITE",
             "speculative_draft_model_path": str(shipped_drafter_dir()),
+            "speculative_num_draft_tokens": width,
         }
     engine = sglang.Engine(
         model_path=str(prepare_embedded_model()),
         dtype="bfloat16",
         max_total_tokens=40_000,
-        max_running_requests=16,
+        max_running_requests=max(REQUESTS),
         log_level="error",
         **options,
     )
@@ -94,15 +101,15 @@ def prefill(engine: Any, length: int, seed: int) -> float:
 class Arm:
     """The parent's end of one child."""
 
-    def __init__(self, name: str) -> None:
-        command = [sys.executable, "-W", "ignore", __file__, "--arm", name]
+    def __init__(self, kernels: str, width: int) -> None:
+        command = [sys.executable, "-W", "ignore", __file__, "--arm", str(width)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **ARMS[name][0]},
+            env={**os.environ, "DLITE_CPU_KERNELS": kernels},
         )
         self._read("READY")
 
@@ -125,16 +132,39 @@ class Arm:
         raise RuntimeError(f"the engine ended: {self.process.args}")
 
 
+def width_costs(widths: list[int], repeats: int) -> dict[str, Any]:
+    """Median milliseconds of a step by number of requests and width, drafts included."""
+    arms = {width: Arm("1", width) for width in widths}
+    times: dict[int, dict[int, list[float]]] = {n: {w: [] for w in widths} for n in REQUESTS}
+    for repeat in range(repeats):
+        for n in REQUESTS:
+            for width in widths if repeat % 2 == 0 else widths[::-1]:
+                spent = arms[width].ask("decode", n, WIDTH_PROMPT, WIDTH_STEPS)
+                times[n][width].append(spent)
+        print(f"repeat {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+    for arm in arms.values():
+        arm.close()
+    medians = {
+        n: {width: round(statistics.median(each), 2) for width, each in by_width.items()}
+        for n, by_width in times.items()
+    }
+    return {"prompt_tokens": WIDTH_PROMPT, "repeats": repeats, "ms_by_requests_by_width": medians}
+
+
 def main() -> None:
     """Play every arm in turn, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--widths", type=int, nargs="+", help="measure these widths instead")
+    parser.add_argument("--arm", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:
         serve_arm(args.arm)
         return
-    arms = {name: Arm(name) for name in ARMS}
+    if args.widths:
+        print(json.dumps(width_costs(args.widths, args.repeats), indent=1))
+        return
+    arms = {name: Arm(*how) for name, how in ARMS.items()}
     rows = [f"step, {n} x {length} tokens" for n, length, _ in DECODES] + [f"prefill of {PREFILL}"]
     times: dict[str, dict[str, list[float]]] = {row: {name: [] for name in ARMS} for row in rows}
     for repeat in range(args.repeats):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import pytest
 from sglang_dlite.speculative.adaptive import (
     RunningAcceptance,
@@ -35,15 +38,29 @@ def roofline(n: int, d: int) -> float:
     return 0.008 + 0.008 * max(n * d / 64, 1.0)
 
 
-def measured_cpu(n: int, d: int) -> float:
-    """docs/performance.md, 'CPU engine': a decode step of 18.1 ms at 1 request and 24.5 at 8; a
-    pass of 8 rows with its draft 26.5 and 72.9. Between and beyond them, straight lines."""
-    decode = 17.2 + 0.914 * n
-    verify = 19.9 + 6.63 * n - DRAFT * 1e3 * (1 + 0.1 * n)
-    return (decode + (verify - decode) * (d - 1) / 7) / 1e3
-
-
 DRAFT = 0.002
+# Recorded on two cores with AMX: python benchmark/dlite/cpu_steps.py --widths 1 2 3 4 6 8
+RECORDED = json.loads((Path(__file__).parent / "step_costs.json").read_text(encoding="utf-8"))
+GRID = {
+    int(n): {int(width): ms for width, ms in by_width.items()}
+    for n, by_width in RECORDED["ms_by_requests_by_width"].items()
+}
+
+
+def measured_cpu(n: int, d: int) -> float:
+    """The recorded step without its draft, which `Machine` adds; straight lines between them."""
+
+    def at(requests: int) -> float:
+        return float(np.interp(d, list(GRID[requests]), list(GRID[requests].values())))
+
+    with_draft = np.interp(n, list(GRID), [at(requests) for requests in GRID]) / 1e3
+    return float(with_draft) - (d > 1) * draft_cost(n)
+
+
+def draft_cost(n: int) -> float:
+    return DRAFT * (1 + 0.1 * n)
+
+
 COSTS = {"flat": flat, "linear": linear, "roofline": roofline, "measured": measured_cpu}
 
 
@@ -73,7 +90,7 @@ class Machine:
         self.seen_at = 0.0  # when the device finished the step whose result is read
 
     def step_cost(self, n: int, d: int, drafts: bool) -> float:
-        return self.cost(n, d) + drafts * DRAFT * (1 + 0.1 * n)
+        return self.cost(n, d) + drafts * draft_cost(n)
 
     def prefill(self, n: int, seconds: float = 0.2) -> None:
         running = len(self.has_drafts)

@@ -149,6 +149,15 @@ def test_a_dry_run_writes_a_drafter_that_loads(
         assert torch.equal(drafter.norm.weight, norm)
 
 
+def test_a_dry_run_comes_before_the_replies(target: Path, tmp_path: Path, capsys) -> None:
+    path = _write(tmp_path / "c.yaml", target, tmp_path / "none yet", tmp_path / "run")
+    assert main(["train", str(path), "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert "data.replies: not there yet" in printed.err
+    assert load_drafter(Path(printed.out.strip())).config.hidden_size == 32
+    assert main(["train", str(path)]) == 1  # training does need them
+
+
 def test_provenance_names_no_folder_of_the_machine() -> None:
     value = {
         "command": ["--prompts", "/a/b/q.jsonl:text", "x=[/a/b, /c/d]", "Qwen/Qwen3-4B"],

@@ -58,16 +58,21 @@ def announce(config: TrainConfig) -> DLiteConfig:
     return drafter
 
 
-def announce_data(config: TrainConfig, drafter: DLiteConfig) -> None:
-    """Print what the configured replies need, where they are at hand."""
+def announce_data(config: TrainConfig, drafter: DLiteConfig) -> bool:
+    """Print what the configured replies need; returns whether they are at hand."""
     from sglang_dlite.training.data_estimate import estimate_data
 
     folders = [Path(folder) for folder in config.data.replies]
-    if folders and all(folder.exists() for folder in folders):
-        replies = load_replies(folders, drafter.vocab_size)
-        print(estimate_data(config, drafter, replies).text(), file=sys.stderr)
-    else:
-        print("data.replies: not there yet, so no estimate for them", file=sys.stderr)
+    if not (folders and all(folder.exists() for folder in folders)):
+        print(
+            "data.replies: not there yet, so no estimate for them, and no start from the target's "
+            "weights (model.warm_start): that looks at replies",
+            file=sys.stderr,
+        )
+        return False
+    replies = load_replies(folders, drafter.vocab_size)
+    print(estimate_data(config, drafter, replies).text(), file=sys.stderr)
+    return True
 
 
 def dry_run(config: TrainConfig) -> Path | None:
@@ -78,12 +83,12 @@ def dry_run(config: TrainConfig) -> Path | None:
     from sglang_dlite.training.session import Session, pick_device
 
     shape = announce(config)
-    announce_data(config, shape)
+    has_replies = announce_data(config, shape)
     if config.run.device == "meta":
         return None
     pick_device(config.run.device)
     torch.manual_seed(config.optim.seed)
-    if config.data.replies and config.model.warm_start:
+    if has_replies and config.model.warm_start:
         drafter = Session(config).fresh_drafter()
     else:
         drafter = DLiteDrafter(shape)

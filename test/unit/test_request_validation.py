@@ -199,7 +199,7 @@ def test_numbers_beyond_fp32(params: dict[str, float]) -> None:
 
 def test_numbers_at_their_limits() -> None:
     params = {"top_k": 2**31 - 1, "min_new_tokens": 2**31 - 1, "max_new_tokens": None}
-    bias = {"1": 1e30, "2": float("-inf"), "3": -1e30}
+    bias = {"1": 1e30, "2": float("-inf"), "3": -1e39}
     assert number_error(SamplingParams(**params, logit_bias=bias), 50, 50) is None
     assert number_error(SamplingParams(top_k=-1), -1, 50) is None
     extreme = SamplingParams(temperature=1e30, repetition_penalty=1e-30, top_k=np.int64(4))

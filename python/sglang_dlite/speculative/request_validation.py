@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,13 +128,14 @@ def number_error(params: Any, top_logprobs_num: Any, vocab_size: int) -> str | N
                 "probabilities are no numbers in fp32."
             )
     for token, bias in (params.logit_bias or {}).items():
+        # NaN is not below anything; a whole number beyond a float's range is no float at all.
         served = isinstance(bias, (int, float, np.number)) and (
-            bias == -math.inf or -LARGEST <= bias <= LARGEST  # NaN is neither
+            bias == -math.inf or -sys.float_info.max <= bias <= LARGEST
         )
         if not served:
             return (
-                f"logit_bias of token {token} is {bias!r:.40}; allowed are -inf and numbers from "
-                f"{-LARGEST} to {LARGEST}. 100 forces a token already, -100 forbids it."
+                f"logit_bias of token {token} is {bias!r:.40}; allowed are numbers up to "
+                f"{LARGEST}. 100 forces a token already, -100 forbids it."
             )
     return None
 

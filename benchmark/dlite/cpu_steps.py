@@ -21,8 +21,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+Ask = Callable[[int], tuple[Any, ...]]  # the number of a repeat -> what an arm is asked
 ARMS: dict[str, tuple[str, int]] = {  # DLITE_CPU_KERNELS, width of a verify pass
     "torch": ("0", 1),
     "kernels": ("1", 1),
@@ -132,23 +134,35 @@ class Arm:
         raise RuntimeError(f"the engine ended: {self.process.args}")
 
 
-def width_costs(widths: list[int], repeats: int) -> dict[str, Any]:
-    """Median milliseconds of a step by number of requests and width, drafts included."""
-    arms = {width: Arm("1", width) for width in widths}
-    times: dict[int, dict[int, list[float]]] = {n: {w: [] for w in widths} for n in REQUESTS}
+def play(arms: dict[Any, Arm], requests: dict[Any, Ask], repeats: int) -> dict[Any, Any]:
+    """Median milliseconds by request and arm; arms take turns within every repeat."""
+    times: dict[Any, dict[Any, list[float]]] = {row: {arm: [] for arm in arms} for row in requests}
     for repeat in range(repeats):
-        for n in REQUESTS:
-            for width in widths if repeat % 2 == 0 else widths[::-1]:
-                spent = arms[width].ask("decode", n, WIDTH_PROMPT, WIDTH_STEPS)
-                times[n][width].append(spent)
+        order = list(arms.items()) if repeat % 2 == 0 else list(arms.items())[::-1]
+        for row, request in requests.items():
+            for name, arm in order:
+                times[row][name].append(arm.ask(*request(repeat)))
         print(f"repeat {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
     for arm in arms.values():
         arm.close()
-    medians = {
-        n: {width: round(statistics.median(each), 2) for width, each in by_width.items()}
-        for n, by_width in times.items()
+    return {
+        row: {name: statistics.median(each) for name, each in by_arm.items()}
+        for row, by_arm in times.items()
     }
-    return {"prompt_tokens": WIDTH_PROMPT, "repeats": repeats, "ms_by_requests_by_width": medians}
+
+
+def decoding(requests: int, length: int, steps: int) -> Ask:
+    return lambda _: ("decode", requests, length, steps)
+
+
+def width_costs(widths: list[int], repeats: int) -> dict[str, Any]:
+    """Median milliseconds of a step by number of requests and width, drafts included."""
+    arms = {width: Arm("1", width) for width in widths}
+    medians = play(arms, {n: decoding(n, WIDTH_PROMPT, WIDTH_STEPS) for n in REQUESTS}, repeats)
+    rounded = {
+        n: {w: round(ms, 2) for w, ms in by_width.items()} for n, by_width in medians.items()
+    }
+    return {"prompt_tokens": WIDTH_PROMPT, "repeats": repeats, "ms_by_requests_by_width": rounded}
 
 
 def main() -> None:
@@ -164,22 +178,13 @@ def main() -> None:
     if args.widths:
         print(json.dumps(width_costs(args.widths, args.repeats), indent=1))
         return
-    arms = {name: Arm(*how) for name, how in ARMS.items()}
-    rows = [f"step, {n} x {length} tokens" for n, length, _ in DECODES] + [f"prefill of {PREFILL}"]
-    times: dict[str, dict[str, list[float]]] = {row: {name: [] for name in ARMS} for row in rows}
-    for repeat in range(args.repeats):
-        order = list(arms.items()) if repeat % 2 == 0 else list(arms.items())[::-1]
-        for row, decode in zip(rows, (*DECODES, None), strict=True):
-            for name, arm in order:
-                request = ("prefill", PREFILL, repeat) if decode is None else ("decode", *decode)
-                times[row][name].append(arm.ask(*request))
-        print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
-    for arm in arms.values():
-        arm.close()
+    requests = {f"step, {n} x {length} tokens": decoding(n, length, k) for n, length, k in DECODES}
+    requests[f"prefill of {PREFILL}"] = lambda repeat: ("prefill", PREFILL, repeat)
+    medians = play({name: Arm(*how) for name, how in ARMS.items()}, requests, args.repeats)
     print("| ms | torch | kernels | DLITE | torch / kernels | DLITE / kernels |")
     print("|---|---|---|---|---|---|")
-    for row in rows:
-        torch_ms, kernel_ms, dlite_ms = (statistics.median(times[row][name]) for name in ARMS)
+    for row, by_arm in medians.items():
+        torch_ms, kernel_ms, dlite_ms = (by_arm[name] for name in ARMS)
         print(
             f"| {row} | {torch_ms:.1f} | {kernel_ms:.1f} | {dlite_ms:.1f} | "
             f"{torch_ms / kernel_ms:.2f} | {dlite_ms / kernel_ms:.2f} |"

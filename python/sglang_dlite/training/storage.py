@@ -6,12 +6,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from sglang_dlite.files import write_whole
 
 # What flock answers on file systems that have none: some network and FUSE mounts.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -56,25 +57,14 @@ def locked(folder: Path, name: str, wait: bool = False) -> Iterator[None]:
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Call `write` with a scratch file beside `path`, then put it in its place.
-
-    Raises `StorageError` where the disk refuses, and leaves neither scratch nor a torn file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    """As `write_whole`, with `StorageError` and its remedy where the disk refuses."""
     try:
-        with scratch.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        write_whole(path, write)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
         raise StorageError(
             f"cannot write {path}: {error}. The file before it is intact. Free some space and run "
             "the same command again: it continues from there."
         ) from error
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

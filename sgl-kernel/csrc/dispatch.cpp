@@ -20,7 +20,11 @@ bool can_run_avx512() {
          __builtin_cpu_supports("avx512dq");
 }
 
-bool can_run_avx512_bf16() { return can_run_avx512() && __builtin_cpu_supports("avx512bf16"); }
+// Every CPU that has the products of bf16 has those of bytes; a virtual machine may hide either.
+bool can_run_avx512_bf16() {
+  return can_run_avx512() && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
+}
 
 // AMX also needs the kernel's permission for the tiles' state, asked for once per process.
 bool can_run_amx() {

@@ -4,10 +4,12 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "kernels.h"
+#include "screen.h"
 
 namespace dlite {
 namespace {
@@ -36,9 +38,16 @@ struct Linear {
     (*this)(data(x), x.stride(0), x.size(0), data(y));
   }
 
-  void operator()(const bf16* x, int64_t x_stride, int64_t rows, bf16* y) const {
-    kernels().linear({x, x_stride, data(packed), bias.defined() ? data(bias) : nullptr, y,
-                      out_features, rows, in_features, out_features});
+  // With groups: only these columns of y are written.
+  void operator()(const bf16* x, int64_t x_stride, int64_t rows, bf16* y,
+                  const std::vector<int64_t>* groups = nullptr) const {
+    LinearArgs args{x, x_stride, data(packed), bias.defined() ? data(bias) : nullptr, y,
+                    out_features, rows, in_features, out_features};
+    if (groups) {
+      args.groups = groups->data();
+      args.num_groups = static_cast<int64_t>(groups->size());
+    }
+    kernels().linear(args);
   }
 };
 
@@ -88,6 +97,8 @@ struct DraftStep : torch::CustomClassHolder {
     state_part_ = Linear(mlp.slice(1, 0, rank_));
     hidden_part_ = Linear(mlp.slice(1, rank_), head[5]);
     output_ = Linear(head[6]);
+    const Tensor output = rounded(head[6]);
+    screen_ = Screen(data(output), output.size(0), rank_, usual_inputs(head));
   }
 
   // context [n, S, h] (normed) and x [n, T, h] (embeddings), token_group [n, G] ->
@@ -115,6 +126,19 @@ struct DraftStep : torch::CustomClassHolder {
  private:
   static Tensor rounded(const Tensor& tensor) {
     return tensor.detach().to(at::kBFloat16).contiguous();
+  }
+
+  // About how large the elements of a head vector get: a state lies within (-1, 1), a hidden is
+  // normed, and neither one's elements know of each other.
+  static std::vector<float> usual_inputs(const std::vector<Tensor>& head) {
+    constexpr double kStateSquare = 0.5;
+    const Tensor norm = head[0].to(at::kFloat), mlp = head[4].to(at::kFloat);
+    const Tensor bias = head[5].to(at::kFloat);
+    const int64_t rank = mlp.size(0);
+    const Tensor square = mlp.slice(1, 0, rank).square().sum(1) * kStateSquare +
+                          (mlp.slice(1, rank) * norm).square().sum(1) + bias.square();
+    const Tensor usual = square.sqrt().contiguous();
+    return {usual.const_data_ptr<float>(), usual.const_data_ptr<float>() + rank};
   }
 
   // y = norm(x), or with a residual: residual += x, y = norm(residual).
@@ -199,13 +223,42 @@ struct DraftStep : torch::CustomClassHolder {
       state_part_(data(inputs), 2 * rank_, n, data(combined));
       at::Tensor vector = vectors.select(1, k);
       at::add_out(vector, combined, projected.view({n, num_drafts_, rank_}).select(1, k));
-      output_(data(vectors) + k * rank_, num_drafts_ * rank_, n, data(logits));
-      kernels().argmax({data(logits), out + k, num_drafts_, n, vocab});
+      likeliest(data(vectors) + k * rank_, n, logits, out + k);
     }
+  }
+
+  // The likeliest token of each head vector x, the lowest id on ties; rows of x and of token_ids are
+  // num_drafts_ of theirs apart.
+  void likeliest(const bf16* x, int64_t rows, const Tensor& logits, int64_t* token_ids) const {
+    const int64_t stride = num_drafts_ * rank_, vocab = output_.out_features;
+    if (screen_.serves(rows)) {
+      const std::vector<int64_t>& groups = screen_.groups(x, stride, rows);
+      // None where x is not finite; many where the weights do not allow for narrow bounds.
+      if (!groups.empty() && groups.size() < static_cast<size_t>(screen_.num_groups()) / 4) {
+        output_(x, stride, rows, data(logits), &groups);
+        for (int64_t r = 0; r < rows; ++r)
+          token_ids[r * num_drafts_] = likeliest_of(data(logits) + r * vocab, vocab, groups);
+        return;
+      }
+    }
+    output_(x, stride, rows, data(logits));
+    kernels().argmax({data(logits), token_ids, num_drafts_, rows, vocab});
+  }
+
+  static int64_t likeliest_of(const bf16* logits, int64_t vocab,
+                              const std::vector<int64_t>& groups) {
+    int64_t best = -1;
+    for (const int64_t group : groups) {
+      const int64_t end = std::min((group + 1) * kGroupColumns, vocab);
+      for (int64_t id = group * kGroupColumns; id < end; ++id)
+        if (best < 0 || bf16_to_float(logits[id]) > bf16_to_float(logits[best])) best = id;
+    }
+    return best;
   }
 
   std::vector<Layer> layers_;
   Linear context_kv_, state_proj_, state_part_, hidden_part_, output_;
+  Screen screen_;  // of the output's columns
   Tensor norm_, token_embedding_, cos_, sin_;
   int64_t num_heads_, num_kv_heads_, num_drafts_, rank_ = 0;
   float eps_;

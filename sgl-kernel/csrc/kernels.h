@@ -2,6 +2,7 @@
 // instruction-set level; `kernels()` is the best one that this CPU can run.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <string>
 
@@ -9,6 +10,10 @@ namespace dlite {
 
 // Bit pattern of a bfloat16. Arithmetic is always done in fp32.
 using bf16 = uint16_t;
+
+inline float bf16_to_float(bf16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
+}
 
 enum class Dtype { kFloat32, kBFloat16 };
 
@@ -23,6 +28,8 @@ struct LinearArgs {
   int64_t rows;
   int64_t in_features;
   int64_t out_features;
+  const int64_t* groups = nullptr;  // only these groups of kGroupColumns columns; null: all
+  int64_t num_groups = 0;
 };
 
 // y = x / sqrt(mean(x^2) + eps) * weight over the last dimension. With a residual, x + residual
@@ -128,6 +135,31 @@ struct ArgmaxArgs {
   int64_t size;
 };
 
+// A row of inputs in two digits: x is about step * (256 high + low).
+struct ScreenRow {
+  float step = 0;
+  float length = 0;    // of the input: times a column's error, what the weights' digits leave open
+  float error = 0;     // what the input's digits and the sums leave open
+  float shift = 0;     // the scores plus this are those of the matrix itself
+  int32_t high_sum = 0;
+  int32_t low_sum = 0;
+};
+
+constexpr int64_t kScreenRows = 4;
+
+// Which groups of columns can hold the largest product of a row (screen.h).
+struct ScreenArgs {
+  // Groups of kGroupColumns columns: [inputs / 4][columns][4] digits plus 128, then fp32 [columns]
+  // the size of a digit and [columns] the length of the column's error.
+  const uint8_t* packed;
+  int64_t inputs;        // a multiple of kScreenInputs
+  int64_t groups;
+  const int8_t* digits;  // [rows, 2, inputs]: high, then low
+  const ScreenRow* row;  // [rows]
+  int64_t rows;          // at most kScreenRows
+  uint8_t* wanted;       // [groups]: set to 1 where one of the rows needs the group
+};
+
 struct KernelTable {
   const char* name;
   bool matrix_unit;  // linear is at full speed for any number of rows
@@ -139,6 +171,7 @@ struct KernelTable {
   void (*draft_attention)(const DraftAttentionArgs&);
   void (*gated_update)(const GatedUpdateArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*screen)(const ScreenArgs&);  // null where the level has no product of bytes
 };
 
 const KernelTable* avx2_kernels();
@@ -173,6 +206,12 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
 
 constexpr int64_t packed_elements(int64_t out_features, int64_t in_features) {
   return round_up(out_features, kGroupColumns) * round_up(in_features, kStepInputs);
+}
+
+constexpr int64_t kScreenInputs = 4;  // bytes that VPDPBUSD takes at once
+
+constexpr int64_t screen_group_bytes(int64_t inputs) {
+  return kGroupColumns * (round_up(inputs, kScreenInputs) + 2 * static_cast<int64_t>(sizeof(float)));
 }
 
 // weight [out_features, in_features] contiguous -> packed, padded with zeros.

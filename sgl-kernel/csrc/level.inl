@@ -32,13 +32,18 @@ constexpr int W = DLITE_WIDTH;
 #endif
 #include "attention.inl"
 #include "draft.inl"
+#ifdef DLITE_DOT
+#include "screen.inl"
+#else
+constexpr void (*screen)(const ScreenArgs&) = nullptr;
+#endif
 
 }  // namespace
 
 const KernelTable* DLITE_JOIN(DLITE_LEVEL, _kernels)() {
   static const KernelTable table{DLITE_TEXT(DLITE_LEVEL), DLITE_HAS_MATRIX_UNIT, linear, rms_norm,
                                  rotary, silu_and_mul, attention, draft_attention, gated_update,
-                                 argmax};
+                                 argmax, screen};
   return &table;
 }
 

@@ -99,7 +99,8 @@ void linear(const LinearArgs& a) {
   int64_t x_stride;
   const bf16* x = padded_inputs(a, &x_stride);
   for_groups(a, 1, [&](int64_t, int64_t first, int64_t end) {
-    for (int64_t group = first; group < end; ++group) {
+    for (int64_t place = first; place < end; ++place) {
+      const int64_t group = group_at(a, place);
       int64_t row = 0;
       for (; row + kRowBlock <= a.rows; row += kRowBlock)
         linear_rows<kRowBlock>(a, x, x_stride, row, group);

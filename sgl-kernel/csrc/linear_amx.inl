@@ -90,7 +90,8 @@ void linear(const LinearArgs& a) {
     alignas(64) float sums[kTileRows * kGroupColumns];
     if (begin_row < end_wide) configure(kTileRows);
     for (int64_t row = begin_row; row < end_wide; row += 2 * kTileRows) {
-      for (int64_t group = first; group < end; ++group) {
+      for (int64_t place = first; place < end; ++place) {
+        const int64_t group = group_at(a, place);
         for (int64_t tile = 0; tile < kGroupTiles; tile += 2) {
           const int64_t column = group * kGroupColumns + tile * kTileColumns;
           const bf16* w = a.packed + group * kGroupColumns * inputs + tile * kTileElements;
@@ -104,7 +105,8 @@ void linear(const LinearArgs& a) {
     for (int64_t row = end_wide; row < end_row; row += kTileRows) {
       const int rows = static_cast<int>(end_row - row < kTileRows ? end_row - row : kTileRows);
       configure(rows);
-      for (int64_t group = first; group < end; ++group) {
+      for (int64_t place = first; place < end; ++place) {
+        const int64_t group = group_at(a, place);
         multiply_narrow(x + row * x_stride, x_stride, a.packed + group * kGroupColumns * inputs,
                         steps, sums);
         for (int i = 0; i < rows; ++i)

@@ -15,14 +15,23 @@ inline const bf16* padded_inputs(const LinearArgs& a, int64_t* stride) {
   return copy;
 }
 
-// Calls body(first, end) for ranges of column groups, on the team. A range is about 128 KB of
-// weights, less where the matrix would not make 4 ranges a thread: a late thread then costs little.
+constexpr int64_t kRangeBytes = 131072;  // of weights in a chunk of work
+
+// The group at a place of a range.
+inline int64_t group_at(const LinearArgs& a, int64_t place) {
+  return a.groups ? a.groups[place] : place;
+}
+
+// Calls body(row_chunk, first, end) for ranges of places of column groups, on the team. A range is
+// about kRangeBytes, less where the matrix would not make 4 ranges a thread: a late thread then
+// costs little.
 template <typename Body>
 void for_groups(const LinearArgs& a, int64_t row_chunks, const Body& body) {
   const int64_t bytes = kGroupColumns * round_up(a.in_features, kStepInputs) * sizeof(bf16);
-  const int64_t groups = (a.out_features + kGroupColumns - 1) / kGroupColumns;
-  weights_begin(a.packed, groups * bytes);
-  const int64_t by_size = 131072 / bytes, by_threads = groups / (4 * num_threads());
+  const int64_t groups =
+      a.groups ? a.num_groups : (a.out_features + kGroupColumns - 1) / kGroupColumns;
+  if (!a.groups) weights_begin(a.packed, groups * bytes);
+  const int64_t by_size = kRangeBytes / bytes, by_threads = groups / (4 * num_threads());
   const int64_t smaller = by_size < by_threads ? by_size : by_threads;
   const int64_t step = smaller > 0 ? smaller : 1, ranges = (groups + step - 1) / step;
   parallel_for(ranges * row_chunks, [&](int64_t chunk) {
@@ -45,10 +54,11 @@ inline void write_sums(const LinearArgs& a, int64_t row, int64_t column, int64_t
   for (; i < count; ++i) store_one(y + i, bias ? sums[i] + load_one(bias + i) : sums[i]);
 }
 
+constexpr int64_t kPrefetchBytes = 8192;
+
 // Asks for the weights that are two steps ahead while a step is worked on: the hardware's own
 // prefetcher does not fill the bandwidth of a core. A non-temporal hint was far slower than this one.
 inline void prefetch_step(const bf16* step) {
-  constexpr int64_t kPrefetchBytes = 8192;
   const char* p = reinterpret_cast<const char*>(step) + kPrefetchBytes;
 #pragma GCC unroll 64
   for (int64_t i = 0; i < kGroupTiles * kTileElements * 2; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);

@@ -9,13 +9,6 @@ typedef uint16_t vhalf __attribute__((vector_size(2 * W)));
 
 inline vfloat splat(float value) { return value - vfloat{}; }
 
-inline float bf16_to_float(bf16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float result;
-  __builtin_memcpy(&result, &bits, 4);
-  return result;
-}
-
 // Round to nearest even; NaN stays NaN.
 inline bf16 float_to_bf16(float value) {
   uint32_t bits;

@@ -105,6 +105,109 @@ def test_requests_do_not_touch_each_other(make_drafter_config: MakeConfig) -> No
         assert torch.equal(alone.head_vectors[0], together.head_vectors[i])
 
 
+def common_offset(output: torch.Tensor) -> None:
+    output += 3 * torch.randn(output.shape[1])
+
+
+def uneven_inputs(output: torch.Tensor) -> None:
+    output *= torch.logspace(-3, 2, output.shape[1])
+
+
+def one_token_has_no_number(output: torch.Tensor) -> None:
+    output[7, 3] = torch.nan
+
+
+def every_token_is_alike(output: torch.Tensor) -> None:
+    output[:] = output[:1]
+
+
+@pytest.mark.parametrize("level", kernels.runnable_isas())
+@pytest.mark.parametrize(
+    "change", [common_offset, uneven_inputs, one_token_has_no_number, every_token_is_alike]
+)
+def test_few_requests_draft_what_many_do(
+    make_drafter_config: MakeConfig, level: str, change: Callable[[torch.Tensor], None]
+) -> None:
+    """Up to four requests leave most of the vocabulary out by bounds; more compute all of it."""
+    config = make_drafter_config(vocab_size=4090, sequential_rank=30, anchor_group_size=2)
+    drafter = random_drafter(config)
+    with torch.no_grad():
+        change(drafter.sequential_head.output_proj.weight)
+    before = kernels.isa()
+    kernels.use_isa(level)
+    try:
+        compiled = CompiledDrafter(drafter.to(torch.bfloat16), kernels)
+        table = torch.randn(config.vocab_size, 16).to(torch.bfloat16)
+        states, tokens = torch.randn(60, 3, 16), torch.randint(config.vocab_size, (60, 2))
+        together = compiled.draft(states, tokens, lambda ids: table[ids])
+        for n in (1, 2, 3, 4):
+            for i in range(0, 60, n):
+                few = compiled.draft(states[i : i + n], tokens[i : i + n], lambda ids: table[ids])
+                assert torch.equal(few.token_ids, together.token_ids[i : i + n]), (n, i)
+                assert torch.equal(few.head_vectors, together.head_vectors[i : i + n]), (n, i)
+    finally:
+        kernels.use_isa(before)
+
+
+def first_drafts(config: DLiteConfig, output: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """What one request and what five draft first, the head vector being `vector` [R] always."""
+    drafter = random_drafter(config)
+    with torch.no_grad():
+        drafter.sequential_head.output_proj.weight[:] = output
+        drafter.sequential_head.state_hidden_mlp.weight[:] = 0
+        drafter.sequential_head.state_hidden_mlp.bias[:] = vector
+    compiled = CompiledDrafter(drafter.to(torch.bfloat16), kernels)
+    found = [
+        compiled.draft(
+            torch.zeros(n, 3, 16),
+            torch.zeros(n, 1, dtype=torch.int64),
+            lambda ids: torch.zeros(*ids.shape, 16),
+        ).token_ids[0, 0]
+        for n in (1, 5)
+    ]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_scores_closer_than_the_digits_tell(make_drafter_config: MakeConfig, seed: int) -> None:
+    """Twelve tokens of almost the same score, far above all others, in groups of their own."""
+    config = make_drafter_config(vocab_size=4096, sequential_rank=64)
+    torch.manual_seed(seed)
+    vector, output = torch.randn(64).bfloat16().float(), torch.randn(4096, 64)
+    close = torch.randperm(64)[:12] * 64 + torch.randint(64, (12,))
+    along = vector / vector.norm()
+    output -= torch.outer(output @ along, along)
+    output[close] += 2 * along + torch.outer(1e-3 * torch.randn(12), along)
+    alone, full = first_drafts(config, output, vector)
+    assert full in close
+    assert alone == full
+
+
+def test_scores_that_are_equal_once_rounded(make_drafter_config: MakeConfig) -> None:
+    """638 and 640 are the same in bf16: the lower id is drafted, though its score is lower."""
+    config = make_drafter_config(vocab_size=4096, sequential_rank=640)
+    torch.manual_seed(0)
+    half = torch.randint(2, (2048, 640)) * 2.0 - 1  # digits of 8 bits hold these exactly
+    output = torch.stack([half, -half], 1).flatten(0, 1)
+    output[3000], output[3001] = 1, -1
+    output[100], output[101] = 1, -1
+    output[100, 5], output[101, 5] = -1, 1
+    assert first_drafts(config, output, torch.ones(640)).tolist() == [100, 100]
+
+
+def test_states_that_are_no_numbers(make_drafter_config: MakeConfig) -> None:
+    """They end in some token of the vocabulary, as with more requests, and touch nobody else."""
+    config = make_drafter_config(vocab_size=4090, sequential_rank=30)
+    compiled = CompiledDrafter(random_drafter(config).to(torch.bfloat16), kernels)
+    table = torch.randn(config.vocab_size, 16).to(torch.bfloat16)
+    states, tokens = torch.randn(2, 3, 16), torch.randint(config.vocab_size, (2, 1))
+    alone = compiled.draft(states[1:], tokens[1:], lambda ids: table[ids])
+    states[0] = torch.nan
+    both = compiled.draft(states, tokens, lambda ids: table[ids])
+    assert torch.equal(both.token_ids[1], alone.token_ids[0])
+    assert ((both.token_ids >= 0) & (both.token_ids < config.vocab_size)).all()
+
+
 @pytest.mark.parametrize(
     "token,states", [(50, (1, 3, 16)), (-1, (1, 3, 16)), (0, (1, 2, 16)), (0, (2, 3, 16))]
 )

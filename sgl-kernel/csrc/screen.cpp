@@ -94,7 +94,8 @@ const std::vector<int64_t>& Screen::groups(const bf16* x, int64_t x_stride, int6
     double length = 0, error = 0, shift = 0, plain = 0;
     for (int64_t i = 0; i < inputs_; ++i) {
       const float value = bf16_to_float(input[i]), scaled = value / factor_[i];
-      const int digit = step > 0 ? static_cast<int>(std::nearbyint(scaled / step)) : 0;
+      const bool counts = step > 0 && std::isfinite(scaled);
+      const int digit = counts ? static_cast<int>(std::nearbyint(scaled / step)) : 0;
       high[i] = static_cast<int8_t>((digit + 128) >> 8);
       low[i] = static_cast<int8_t>(digit - high[i] * 256);
       row[r].high_sum += high[i];

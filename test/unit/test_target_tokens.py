@@ -17,7 +17,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang_dlite.speculative.inputs import DLiteVerifyInput
-from sglang_dlite.speculative.target_tokens import expand_sampling_info, target_tokens
+from sglang_dlite.speculative.target_tokens import expand_sampling_info, likeliest, target_tokens
 from sglang_dlite.speculative.verify_batch import verify_batch
 
 WIDTH = 3
@@ -160,3 +160,13 @@ def test_a_seeded_row_draws_what_plain_decoding_draws_there(
         assert verified[j::WIDTH] == recorder.seen[-1]
         assert tokens[:, j].tolist() == plain.tolist()
     assert len(set(verified)) == n * WIDTH  # else a shifted row might look the same
+
+
+@pytest.mark.parametrize("vocab", [5, 49_152, 151_936])
+def test_ties_are_decided_as_by_plain_decoding(vocab: int) -> None:
+    """A bf16 target's logits tie often; upstream's greedy sampler takes torch.argmax of them."""
+    torch.manual_seed(0)
+    logits = torch.randn(16, vocab).to(torch.bfloat16).float().clamp(max=1)  # a tie at the top
+    logits[0] = -torch.inf
+    logits[0, vocab // 2] = 0  # what a grammar may leave
+    assert torch.equal(likeliest(logits), torch.argmax(logits, dim=-1))

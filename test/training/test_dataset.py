@@ -69,6 +69,18 @@ def test_a_kill_between_any_two_replies_loses_none(tmp_path: Path, parquet: bool
     ]
 
 
+def test_the_format_can_change_from_run_to_run(tmp_path: Path) -> None:
+    describe().bind(tmp_path)
+    names: list[str] = []
+    for count, is_parquet in ((3, False), (1, True), (1, False), (2, True), (3, True), (2, False)):
+        writer = ReplyWriter(tmp_path, "part-0", is_parquet, shard_size=2)
+        for _ in range(count):
+            names.append(f"p/{len(names)}#0")
+            writer.append(_record(names[-1]))
+        writer.close()
+    assert sorted(_ids(tmp_path)) == sorted(names)
+
+
 def test_a_kill_during_conversion_leaves_no_duplicates(tmp_path: Path) -> None:
     describe().bind(tmp_path)
     writer = ReplyWriter(tmp_path, "part-0", True, shard_size=2)

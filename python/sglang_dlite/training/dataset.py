@@ -128,9 +128,11 @@ class ReplyWriter:
         for path in _shards(folder):  # of all shares: the number of shares may change
             for record in _read_shard(path):
                 self._know(record)
-        last = [path for path in _shards(folder, f"{share}-*") if path.suffix == ".jsonl"][-1:]
-        self._number = len(_shards(folder, f"{share}-*")) - len(last)
-        self._held: list[dict[str, Any]] = read_lines(last[0]) if last else []
+        shards = _shards(folder, f"{share}-*")
+        # Only the newest can be unfinished; one before it stays, whatever its format.
+        unfinished = [path for path in shards[-1:] if path.suffix == ".jsonl"]
+        self._number = len(shards) - len(unfinished)
+        self._held: list[dict[str, Any]] = read_lines(unfinished[0]) if unfinished else []
 
     def _know(self, record: dict[str, Any]) -> None:
         self.done[record["id"]] = record

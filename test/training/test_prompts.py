@@ -185,6 +185,14 @@ def test_evaluation_prompts_are_recognised(tmp_path: Path) -> None:
         assert not overlaps(text, excluded), text
 
 
+def test_prompts_of_other_scripts_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    path.write_text('{"turns": ["用 Python 写快速排序"]}\n{"turns": ["什么是单子?"]}\n')
+    excluded = excluded_texts([str(path)])
+    assert overlaps("用 python 写快速排序!", excluded) and overlaps("什么是单子", excluded)
+    assert not overlaps("解释 Python 装饰器", excluded)
+
+
 def test_an_exclusion_that_would_keep_nothing_out_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "eval.jsonl"
     path.write_text('{"question": "What is a monad?"}\n{"question": ["And why?"]}\n')

@@ -20,8 +20,8 @@ from sglang_dlite.training.prompts import (
 
 
 def normalised(text: str) -> str:
-    """Lower case, letters and digits only: what counts as the same prompt."""
-    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+    """Lower case, letters and digits of any script only: what counts as the same prompt."""
+    return re.sub(r"[\W_]+", " ", text.lower()).strip()
 
 
 def excluded_texts(specs: Iterable[str]) -> set[str]:

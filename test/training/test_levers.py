@@ -11,6 +11,7 @@ import pytest
 import yaml
 from sglang_dlite.training import levers, trainer
 from sglang_dlite.training.config import SHIPPED_CONFIGS, load_config
+from sglang_dlite.training.divergence import TrainingDiverged
 from sglang_dlite.training.targets import TargetShape, drafter_config
 
 from .test_train_command import _write
@@ -89,6 +90,21 @@ def test_every_lever_gets_its_time(lever_file: Path, tmp_path: Path, monkeypatch
     assert (out / "levers.md").read_text() == page  # all that are finished, not this call's
     assert levers.main([*arguments, "--only", "nope"]) == 1
     assert "the levers are plain, two" in capsys.readouterr().err
+
+
+def test_a_lever_that_diverges_does_not_end_the_others(
+    lever_file: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    ran = []
+
+    def run(base: str, overrides: list[str], minutes: float, folder: Path) -> None:
+        ran.append(folder.name)
+        raise TrainingDiverged(f"step 3 of {folder.name}: loss is nan")
+
+    monkeypatch.setattr(levers, "run_lever", run)
+    assert levers.main([str(lever_file), "--out", str(tmp_path / "out")]) == 1
+    assert ran == ["plain", "two"]
+    assert "plain diverged: step 3 of plain: loss is nan" in capsys.readouterr().err
 
 
 def test_a_malformed_file_is_named(tmp_path: Path, capsys) -> None:

@@ -101,6 +101,7 @@ def table(results: dict[str, dict[str, Any]], minutes: float) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run levers of a file and write `levers.md` of all that are finished; none is run again."""
+    from sglang_dlite.training.divergence import TrainingDiverged
     from sglang_dlite.training.train import ERRORS
 
     parser = argparse.ArgumentParser(prog="levers", description=main.__doc__)
@@ -109,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("work/levers"))
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="repeatable")
     args = parser.parse_args(argv)
+    diverged: list[str] = []
     try:
         base, common, levers = read_levers(args.levers)
         unknown = sorted(set(args.only) - levers.keys())
@@ -120,13 +122,18 @@ def main(argv: list[str] | None = None) -> int:
             if finished(args.out, [name]):
                 continue
             print(f"levers: {name}", file=sys.stderr)
-            run_lever(base, [*common, *overrides], args.minutes, args.out / name)
+            try:
+                run_lever(base, [*common, *overrides], args.minutes, args.out / name)
+            except TrainingDiverged as error:  # a finding about this one; the others go on
+                print(f"levers: {name} diverged: {error}", file=sys.stderr)
+                diverged.append(name)
+                continue
             _write_table(args.out, levers, args.minutes)
         print(_write_table(args.out, levers, args.minutes))
     except ERRORS as error:
         print(f"levers: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 1 if diverged else 0
 
 
 def _write_table(out: Path, levers: Iterable[str], minutes: float) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_dlite.drafter import DLiteConfig, DrafterConfigError
 from sglang_dlite.training.answering import Answer, Answering, AnsweringError, Ask, engine_ask
 from sglang_dlite.training.dataset import ReplyRecord
 from sglang_dlite.training.eval_metrics import Measured, summarise
@@ -17,6 +18,7 @@ from sglang_dlite.training.prompts import Prompt, PromptError
 from sglang_dlite.training.reply_kinds import is_looping, lookup_walk
 from sglang_dlite.training.serving import add_engine_arguments, engine
 from sglang_dlite.training.storage import StorageError
+from sglang_dlite.training.targets import TargetError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         evaluate(args)
-    except (PromptError, AnsweringError, StorageError) as error:
+    except (
+        PromptError, AnsweringError, StorageError, TargetError, DrafterConfigError,
+    ) as error:  # fmt: skip
         print(f"eval: {error}", file=sys.stderr)
         return 1
     return 0
@@ -65,18 +69,16 @@ class Collected:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Play all prompts with the drafter and, on the same prompts, without; write the report."""
-    from transformers import AutoTokenizer
-
     from sglang_dlite.assets import shipped_drafter_dir
-    from sglang_dlite.drafter import DLiteConfig
     from sglang_dlite.training.eval_report import markdown, write_report
-    from sglang_dlite.training.targets import target_path
+    from sglang_dlite.training.targets import load_tokenizer
 
     prompts = [prompt for group in load_prompt_groups(args) for prompt in group]
     if not prompts:
         raise PromptError("no prompts: give --prompts, --hf-dataset or --sessions")
     drafter = str(args.drafter or shipped_drafter_dir())
-    tokenizer = AutoTokenizer.from_pretrained(target_path(args.target))
+    config = DLiteConfig.from_pretrained(drafter)
+    tokenizer = load_tokenizer(args.target)
     temperatures = args.temperature or [0.0]
     with engine(args, drafter) as running:
         num_drafts = running.get_server_info()["speculative_num_draft_tokens"] - 1
@@ -100,7 +102,7 @@ def evaluate(args: argparse.Namespace) -> None:
     report = {
         "settings": {
             "command": ["sglang-dlite", *sys.argv[1:]],
-            "drafter": DLiteConfig.from_pretrained(drafter).to_dict(),
+            "drafter": config.to_dict(),
             "num_drafts": num_drafts,
             "concurrency": args.concurrency,
             "max_new_tokens": args.max_new_tokens,

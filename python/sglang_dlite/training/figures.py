@@ -85,9 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{len(named)} curves: at most {len(COLOURS)} can be told apart")
     try:
         drawing = curves(named) if args.drawing == "curves" else contexts(named)
-    except (ValueError, StorageError) as error:
+        write_atomically(args.out, lambda file: file.write(svg(drawing).encode()))
+    except (OSError, ValueError, StorageError) as error:
         parser.error(str(error))
-    write_atomically(args.out, lambda file: file.write(svg(drawing).encode()))
     return 0
 
 

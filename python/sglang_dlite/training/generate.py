@@ -201,19 +201,17 @@ def describe(args: argparse.Namespace) -> Description:
     """The data set's description, with this run's provenance. Raises `TargetError`."""
     from importlib.metadata import version
 
-    from transformers import AutoConfig
+    from sglang_dlite.training.config import TargetSection
+    from sglang_dlite.training.targets import read_shape, target_path
 
-    from sglang_dlite.training.targets import TargetShape, target_path
-
-    path = target_path(args.target)
-    shape = TargetShape.from_hf(AutoConfig.from_pretrained(path))
+    shape = read_shape(TargetSection(path=args.target))
     run = {
         "command": ["sglang-dlite", *sys.argv[1:]],
         "arguments": json.loads(json.dumps(vars(args), default=str)),
         "versions": {n: version(n) for n in ("sglang-dlite", "sglang", "torch", "transformers")},
     }
     return Description(
-        target=Path(path).name,
+        target=Path(target_path(args.target)).name,
         architecture=shape.architecture,
         vocab_size=shape.vocab_size,
         temperature=args.temperature,
@@ -227,15 +225,13 @@ def describe(args: argparse.Namespace) -> Description:
 
 def generate(args: argparse.Namespace) -> None:
     """Answer this process's share of the prompts, keeping every reply as it comes."""
-    from transformers import AutoTokenizer
-
-    from sglang_dlite.training.targets import target_path
+    from sglang_dlite.training.targets import load_tokenizer
 
     share, shares = parse_share(args.share)
     excluded = Exclusion.read(args.exclude)
     prompts = collect_prompts(args, excluded)[share::shares]
     description = describe(args)
-    tokenizer = AutoTokenizer.from_pretrained(target_path(args.target))
+    tokenizer = load_tokenizer(args.target)
     if len(tokenizer) > description.vocab_size:
         raise DatasetError(
             f"the tokenizer has {len(tokenizer)} tokens, the target's vocabulary "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,6 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     from sglang_dlite.training.config import TargetSection
     from sglang_dlite.training.run_folder import load_any
+    from sglang_dlite.training.train import ERRORS
 
     parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
     parser.add_argument("drafter", type=Path)
@@ -246,9 +248,14 @@ def main(argv: list[str] | None = None) -> int:
         "--by", choices=("source", "context"), default="source", help="what tau is reported by"
     )
     args = parser.parse_args(argv)
-    target = FrozenTarget.load(TargetSection(path=args.target))
     group = context_bucket if args.by == "context" else lambda reply: reply.source
-    print(json.dumps(simulate_folders(load_any(args.drafter), target, args.folders, group)))
+    try:
+        drafter = load_any(args.drafter)
+        target = FrozenTarget.load(TargetSection(path=args.target))
+        print(json.dumps(simulate_folders(drafter, target, args.folders, group)))
+    except ERRORS as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -143,17 +143,42 @@ def drafter_config(shape: TargetShape, model: ModelSection) -> DLiteConfig:
 
 
 def target_path(path: str | None) -> str:
-    """The path or name; None is the embedded model, which is unpacked if need be."""
-    from sglang_dlite.embedded_model import prepare_embedded_model
+    """The path or name; None is the embedded model, which is unpacked if need be.
 
-    return path or str(prepare_embedded_model())
+    Raises `TargetError` where that cannot be had.
+    """
+    from sglang_dlite.embedded_model import EmbeddedModelError, prepare_embedded_model
+
+    try:
+        return path or str(prepare_embedded_model())
+    except EmbeddedModelError as error:
+        raise TargetError(str(error)) from error
+
+
+def _from_pretrained(loader: Any, path: str | None, **options: Any) -> Any:
+    """What a transformers loader makes of the target. Raises `TargetError`."""
+    name = target_path(path)
+    try:
+        return loader.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:  # absent, unreachable, or of an unknown kind
+        raise TargetError(
+            f"target {name!r} cannot be read: {error}. Give an HF directory or a name on a hub "
+            "that this machine reaches"
+        ) from error
+
+
+def load_tokenizer(path: str | None) -> Any:
+    """The target's tokenizer; `path` as in `target_path`. Raises `TargetError`."""
+    from transformers import AutoTokenizer
+
+    return _from_pretrained(AutoTokenizer, path)
 
 
 def read_shape(section: TargetSection) -> TargetShape:
     """The shape from the target's own config, checked against what the section states."""
     from transformers import AutoConfig
 
-    shape = TargetShape.from_hf(AutoConfig.from_pretrained(target_path(section.path)))
+    shape = TargetShape.from_hf(_from_pretrained(AutoConfig, section.path))
     shape.check_stated(section)
     return shape
 
@@ -185,8 +210,8 @@ class FrozenTarget:
         from transformers import AutoModelForCausalLM
 
         read_shape(section)
-        model = AutoModelForCausalLM.from_pretrained(
-            target_path(section.path), dtype=getattr(torch, section.dtype)
+        model = _from_pretrained(
+            AutoModelForCausalLM, section.path, dtype=getattr(torch, section.dtype)
         )
         return cls(model.to(device))
 

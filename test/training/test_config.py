@@ -45,6 +45,11 @@ def test_every_shipped_config_loads_by_its_name(path: Path) -> None:
         ({"model": {"window": 1}}, "model.window = 1: must be 2 or above"),
         ({"target": {"dtype": "int8"}}, "must be float32 or bfloat16 or float16"),
         ({"model": 3}, "section 'model' must hold keys"),
+        ({"stages": {"stable": 0}}, "stages: nothing would be trained"),
+        (
+            {"stages": {"stable": 0, "teacher": 1}, "run": {"teacher_from": "x"}},
+            "stages: nothing would be trained",
+        ),
     ],
 )
 def test_bad_settings_are_named(raw: dict, message: str) -> None:
@@ -57,6 +62,16 @@ def test_bad_settings_are_named(raw: dict, message: str) -> None:
 def test_malformed_overrides_are_named(override: str) -> None:
     with pytest.raises(TrainConfigError, match=r"section\.key=value"):
         load_config(Path("smollm2_135m"), [override])
+
+
+def test_an_override_that_is_not_yaml_is_named() -> None:
+    with pytest.raises(TrainConfigError, match=r"override 'data\.replies=\[a' is not YAML"):
+        load_config(Path("smollm2_135m"), ["data.replies=[a"])
+
+
+def test_null_stands_for_the_targets_own_value() -> None:
+    config = load_config(Path("smollm2_135m"), ["target.rope_theta=null", "target.vocab_size=null"])
+    assert config.target.rope_theta is None and config.target.vocab_size is None
 
 
 def test_a_missing_file_is_named_with_the_shipped_ones(tmp_path: Path) -> None:

@@ -28,6 +28,12 @@ def test_stages_last_epochs_or_steps_and_can_be_switched_off() -> None:
     assert plan_stages(direct, NAMES, 10) == [Stage("stable", 0, 7)]
 
 
+@pytest.mark.parametrize("unit, value", [("steps", 0.4), ("epochs", 0.04), ("minutes", 0.001)])
+def test_a_stage_that_is_shorter_than_a_step_is_refused(unit: str, value: float) -> None:
+    with pytest.raises(TrainConfigError, match=rf"stages\.stable = {value} with .* = {unit}"):
+        plan_stages(StagesSection(unit=unit, stable=value), NAMES, 10)
+
+
 def test_the_transition_fades_from_the_teacher_to_the_target() -> None:
     stages = [Stage("warm_up", 0, 3), Stage("transition", 3, 4), Stage("stable", 7, 2)]
     mixed = [mixture(stages, step) for step in range(9)]

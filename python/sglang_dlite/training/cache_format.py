@@ -20,6 +20,17 @@ class CacheError(ValueError):
     """A cache is absent, damaged, or made for something else."""
 
 
+def row_bytes(layers: int, hidden_size: int, top_k: int) -> dict[str, int]:
+    """Bytes of a row of each array: an anchor's states, a law's ids and log-probabilities, and
+    the features of a position that a window sees."""
+    return {
+        "states": 2 * layers * hidden_size,
+        "topids": 4 * top_k,
+        "toplogp": 2 * top_k,
+        "window": 2 * 3 * hidden_size,
+    }
+
+
 @dataclass(frozen=True)
 class CacheFormat:
     """What a cache was made for; kept in `cache.json`."""
@@ -37,12 +48,7 @@ class CacheFormat:
     target_dtype: str = ""
 
     def row_bytes(self, kind: str) -> int:
-        return {
-            "states": 2 * len(self.target_layer_ids) * self.hidden_size,
-            "topids": 4 * self.top_k,
-            "toplogp": 2 * self.top_k,
-            "window": 2 * 3 * self.hidden_size,
-        }[kind]
+        return row_bytes(len(self.target_layer_ids), self.hidden_size, self.top_k)[kind]
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def cache_states(config: TrainConfig, share: int = 0, shares: int = 1) -> Path:
         torch.set_num_threads(config.run.threads)
     target = FrozenTarget.load(config.target, pick_device(config.run.device))
     shape = drafter_config(target.shape, config.model)
-    window = config.model.window if config.needs_teacher or config.stages.teacher else 0
+    window = config.model.window if config.uses_history else 0
     spec = AnchorSpec.of(shape, config.data.top_k, window)
     if config.data.cached_layer_ids:
         spec = replace(spec, layer_ids=config.data.cached_layer_ids)

@@ -171,6 +171,12 @@ class TrainConfig:
     def needs_teacher(self) -> bool:
         return self.stages.warm_up > 0 or self.stages.transition > 0
 
+    @property
+    def uses_history(self) -> bool:
+        """Whether a teacher looks at a window: one that is trained, or that the drafter learns
+        from."""
+        return self.stages.teacher > 0 or self.needs_teacher
+
     def __post_init__(self) -> None:
         positive = (
             *("optim.batch_replies", "optim.anchors_per_reply", "optim.micro_replies"),
@@ -203,6 +209,13 @@ class TrainConfig:
                 raise TrainConfigError(
                     f"data.weights: {source} = {weight}: must be 0 (leave it out) or above"
                 )
+        stages = self.stages
+        trains_teacher = stages.teacher and not self.run.teacher_from
+        if not (stages.stable or stages.transition or stages.warm_up or trains_teacher):
+            raise TrainConfigError(
+                "stages: nothing would be trained. Set stages.stable, or stages.teacher without "
+                "run.teacher_from"
+            )
         if not 0 <= self.optim.warmup_ratio < 1:
             raise TrainConfigError(f"optim.warmup_ratio = {self.optim.warmup_ratio}: must be 0..1")
         if not 0 <= self.optim.ema < 1:
@@ -261,7 +274,10 @@ def load_config(path: Path, overrides: list[str]) -> TrainConfig:
         raw.setdefault(section, {})
         if not isinstance(raw[section], dict):
             raise TrainConfigError(f"section {section!r} must hold keys")
-        raw[section][key] = yaml.safe_load(text)
+        try:
+            raw[section][key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise TrainConfigError(f"override {item!r} is not YAML: {error}") from error
     return from_dict(raw)
 
 
@@ -296,7 +312,10 @@ _CONVERT: dict[str, tuple[tuple[type, ...], Callable[[Any], Any]]] = {
     "str": ((str,), str),
     "str | None": ((str, type(None)), lambda value: value),
     "int | None": ((int, type(None)), lambda value: value),
-    "float | None": ((int, float, str), float),
+    "float | None": (
+        (int, float, str, type(None)),
+        lambda value: None if value is None else float(value),
+    ),
     "dict[str, float]": ((dict,), lambda value: {str(k): float(v) for k, v in value.items()}),
     "tuple[str, ...]": ((list,), lambda value: tuple(str(item) for item in value)),
     "tuple[int, ...]": ((list,), lambda value: tuple(int(item) for item in value)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sglang_dlite.drafter import DLiteConfig
 from sglang_dlite.training.anchors import Reply, is_held_out
+from sglang_dlite.training.cache_format import row_bytes
 from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.estimate import DTYPE_BYTES, size_text
 from sglang_dlite.training.selection import learned_places, split_replies, usable
@@ -42,17 +43,18 @@ def estimate_data(
     training, held_out = split_replies(replies, config)
     chosen = choose_evenly(held_out, [reply.source for reply in replies], config.eval.replies)
     drafts, hidden = drafter.num_drafts, drafter.hidden_size
-    history = window if config.stages.teacher or config.needs_teacher else 0
+    history = window if config.uses_history else 0
 
     cache = 0
     layers = len(data.cached_layer_ids) or drafter.num_pivot_states
+    row = row_bytes(layers, hidden, data.top_k)
     for reply in (reply for reply in replies if usable(reply, data)):
         anchors = places = len(reply.places)
         if not is_held_out(reply.id, data.held_out_percent):  # those are cached from end to end
             anchors = min(places, data.cached_anchors_per_reply)
-        cache += 2 * layers * hidden * anchors
-        cache += 6 * data.top_k * min(places, anchors * drafts)
-        cache += 2 * 3 * hidden * min(len(reply.tokens), anchors * history)
+        cache += row["states"] * anchors
+        cache += (row["topids"] + row["toplogp"]) * min(places, anchors * drafts)
+        cache += row["window"] * min(len(reply.tokens), anchors * history)
 
     cached = data.states == "cache"
     element = 2 if cached else DTYPE_BYTES[config.target.dtype]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_dlite.drafter import DLiteConfig, DLiteDrafter, HistoryAwareDrafter
+from sglang_dlite.training.cache_format import row_bytes
 from sglang_dlite.training.config import TrainConfig
 from sglang_dlite.training.losses import block_rows
 from sglang_dlite.training.targets import TargetShape
@@ -62,16 +63,16 @@ def estimate(config: TrainConfig, target: TargetShape, drafter: DLiteConfig) -> 
     with torch.device("meta"):
         drafter_size = _count(DLiteDrafter(drafter))
         trains_teacher = config.stages.teacher > 0
-        uses_teacher = trains_teacher or config.needs_teacher
         teacher_size = (
-            _count(HistoryAwareDrafter(drafter, config.model.window)) if uses_teacher else 0
+            _count(HistoryAwareDrafter(drafter, config.model.window)) if config.uses_history else 0
         )
     anchors = config.optim.micro_replies * config.optim.anchors_per_reply
-    window = config.model.window - 1 if uses_teacher else 0
+    window = config.model.window - 1 if config.uses_history else 0
     width = 4 if not config.run.bf16 else 2
-    law = (4 + 2) * (config.data.top_k or 48)
     states = 2 * drafter.num_pivot_states * drafter.hidden_size
     cached_layers = len(config.data.cached_layer_ids) or drafter.num_pivot_states
+    row = row_bytes(cached_layers, drafter.hidden_size, config.data.top_k or 48)
+    law = row["topids"] + row["toplogp"]
     state_bytes = _STATE_BYTES + 4 * (config.optim.ema > 0)
     sizes = [drafter_size, teacher_size * trains_teacher]  # of what is trained
     device = "cpu" if config.run.device == "cpu" else "cuda"  # the larger blocks, if in doubt
@@ -90,8 +91,8 @@ def estimate(config: TrainConfig, target: TargetShape, drafter: DLiteConfig) -> 
         activations=width * anchors * _activations(drafter, window),
         # Logits and q, turned into the gradient; with the whole law also p, and temporaries.
         loss_block=block * (6 * width if whole_law else 2 * width),
-        cached_per_anchor=2 * cached_layers * drafter.hidden_size + drafter.num_drafts * law,
-        cached_per_history_token=2 * 3 * drafter.hidden_size,
+        cached_per_anchor=row["states"] + drafter.num_drafts * law,
+        cached_per_history_token=row["window"],
         states_per_token=states,
     )
 

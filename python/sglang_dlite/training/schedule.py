@@ -31,12 +31,21 @@ class Mixture(NamedTuple):
 
 
 def plan_stages(section: StagesSection, names: Sequence[str], steps_per_epoch: int) -> list[Stage]:
-    """The stages that last at least a step (or a second), in order."""
+    """The stages that are switched on, in order.
+
+    Raises `TrainConfigError` for one that is shorter than half a step (or half a second).
+    """
     scale = {"epochs": steps_per_epoch, "steps": 1, "minutes": 60}[section.unit]
     stages: list[Stage] = []
     start = 0
     for name in names:
-        length = round(getattr(section, name) * scale)
+        wanted = getattr(section, name)
+        length = round(wanted * scale)
+        if wanted and not length:
+            raise TrainConfigError(
+                f"stages.{name} = {wanted:g} with stages.unit = {section.unit}: less than a step "
+                "or a second. Give more, or 0 to leave the stage out"
+            )
         if length:
             stages.append(Stage(name, start, length))
             start += length

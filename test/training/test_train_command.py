@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from sglang_dlite.drafter import load_drafter
 from sglang_dlite.training import simulate
 from sglang_dlite.training.config import from_dict, load_config
 from sglang_dlite.training.estimate import _activations, estimate
-from sglang_dlite.training.provenance import read_metrics, without_folders
+from sglang_dlite.training.provenance import read_metrics, without_folders, write_provenance
 from sglang_dlite.training.run_folder import load_any, load_teacher
 from sglang_dlite.training.storage import locked
 from sglang_dlite.training.targets import TargetShape, drafter_config
@@ -63,7 +64,8 @@ def test_two_stage_training_from_the_command_line(
     provenance = json.loads((tmp_path / "drafter/provenance.json").read_text())
     assert provenance["config"]["stages"]["teacher"] == 5
     assert provenance["data"]["generated_by"] == [{"command": ["test"]}]
-    assert list(provenance["data"]["sha256"]) == [".../part-0-00000.jsonl"]
+    shard = f".../{data_folder.name}/part-0-00000.jsonl"
+    assert list(provenance["data"]["sha256"]) == [shard]
     assert str(tmp_path) not in json.dumps(provenance)
     assert provenance["metrics"]["simulated_tau"]["mean"] >= 1
     assert sorted(p.name for p in (tmp_path / "drafter").iterdir()) == [
@@ -147,6 +149,64 @@ def test_a_dry_run_writes_a_drafter_that_loads(
     norm = torch.ones(32, dtype=torch.bfloat16)
     if not warm:
         assert torch.equal(drafter.norm.weight, norm)
+
+
+def test_a_dry_run_leaves_a_trained_drafter_alone(
+    target: Path, data_folder: Path, tmp_path: Path, capsys
+) -> None:
+    run = tmp_path / "run"
+    path = str(_write(tmp_path / "c.yaml", target, data_folder, run))
+    assert main(["train", path]) == 0
+    weights = (run / "drafter/model.safetensors").read_bytes()
+    elsewhere = f"run.export={tmp_path / 'other'}"
+    for more in (
+        [],
+        [f"run.folder={tmp_path / 'new'}", f"run.export={run / 'drafter'}"],
+        [elsewhere],
+    ):
+        capsys.readouterr()
+        assert main(["train", path, "--dry-run", *more]) == 0
+        said = capsys.readouterr()
+        assert "M parameters" in said.err and "no drafter written" in said.err and not said.out
+    assert (run / "drafter/model.safetensors").read_bytes() == weights
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_dry_run_starts_from_an_earlier_drafter(
+    target: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    path = str(_write(tmp_path / "c.yaml", target, data_folder, tmp_path / "run"))
+    assert main(["train", path, "--dry-run"]) == 0
+    earlier = tmp_path / "run/drafter"
+    again = [f"run.folder={tmp_path / 'again'}", f"run.init_from={earlier}", "optim.seed=9"]
+    assert main(["train", path, "--dry-run", *again]) == 0
+    mine = (tmp_path / "again/drafter/model.safetensors").read_bytes()
+    assert mine == (earlier / "model.safetensors").read_bytes()
+
+
+def test_a_teacher_of_another_window_is_refused(
+    target: Path, data_folder: Path, tmp_path: Path, capsys
+) -> None:
+    run = tmp_path / "run"
+    path = _write(tmp_path / "c.yaml", target, data_folder, run, stages={"teacher": 3, "stable": 0})
+    assert main(["train", str(path)]) == 0
+    more = [
+        f"run.folder={tmp_path / 'again'}", f"run.teacher_from={run / 'teacher/best'}",
+        "stages.warm_up=2", "model.window=9",
+    ]  # fmt: skip
+    assert main(["train", str(path), *more]) == 1
+    assert "has a window of 6, model.window is 9: set model.window=6" in capsys.readouterr().err
+
+
+def test_shards_of_every_folder_are_in_the_provenance(data_folder: Path, tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        shutil.copytree(data_folder, tmp_path / parent / "replies")
+    config = from_dict(
+        {"data": {"replies": [str(tmp_path / parent / "replies") for parent in ("a", "b")]}}
+    )
+    write_provenance(tmp_path / "out", config, [], {})
+    hashes = json.loads((tmp_path / "out/provenance.json").read_text())["data"]["sha256"]
+    assert list(hashes) == [f".../replies{n}/part-0-00000.jsonl" for n in ("", " (2)")]
 
 
 def test_a_dry_run_comes_before_the_replies(target: Path, tmp_path: Path, capsys) -> None:
@@ -250,7 +310,8 @@ def test_options_may_stand_between_overrides_but_must_be_known(capsys) -> None:
 
 
 def test_bad_input_is_reported(target: Path, data_folder: Path, tmp_path: Path, capsys) -> None:
-    path = str(_write(tmp_path / "c.yaml", target, data_folder, tmp_path / "run"))
+    data = {"cache": str(tmp_path / "no cache")}
+    path = str(_write(tmp_path / "c.yaml", target, data_folder, tmp_path / "run", data=data))
     gpt = tmp_path / "gpt"
     gpt.mkdir()
     (gpt / "config.json").write_text(

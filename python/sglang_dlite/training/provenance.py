@@ -33,12 +33,26 @@ def write_provenance(
         "versions": {name: version(name) for name in names},
         "data": {
             "sources": counts,
-            "sha256": fingerprint(folders),
+            "sha256": _shard_hashes(folders),
             "generated_by": [run for f in folders for run in Description.read(f).provenance],
         },
         "metrics": metrics,
     }
     write_json(export / "provenance.json", without_folders(value))
+
+
+def _shard_hashes(folders: Sequence[Path]) -> dict[str, str]:
+    """sha256 by shard, each under a name of its own: shards of all folders are called alike."""
+    hashes: dict[str, str] = {}
+    for folder in folders:
+        name = without_folders(str(folder))
+        for path, digest in fingerprint([folder]).items():
+            shard, number = f"{name}/{Path(path).name}", 1
+            while shard in hashes:
+                number += 1
+                shard = f"{name} ({number})/{Path(path).name}"
+            hashes[shard] = digest
+    return hashes
 
 
 def read_metrics(export: Path) -> dict[str, Any]:

@@ -144,6 +144,12 @@ class Session:
                     f"run.teacher_from: {config.run.teacher_from} has another shape than the model "
                     f"section: {teacher.config} instead of {self.shape}"
                 )
+            if teacher.window != config.model.window:
+                raise TrainConfigError(
+                    f"run.teacher_from: {config.run.teacher_from} has a window of "
+                    f"{teacher.window}, model.window is {config.model.window}: set "
+                    f"model.window={teacher.window}"
+                )
         elif config.stages.teacher:
             fresh = HistoryAwareDrafter(self.shape, config.model.window)
             self._warm_start(fresh, self.folder / "teacher")

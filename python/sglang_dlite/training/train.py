@@ -66,7 +66,7 @@ def announce_data(config: TrainConfig, drafter: DLiteConfig) -> bool:
     if not (folders and all(folder.exists() for folder in folders)):
         print(
             "data.replies: not there yet, so no estimate for them, and no start from the target's "
-            "weights (model.warm_start): that looks at replies",
+            "weights (model.warm_start) or run.init_from: that looks at replies",
             file=sys.stderr,
         )
         return False
@@ -79,6 +79,7 @@ def dry_run(config: TrainConfig) -> Path | None:
     """Estimate, and on a real device an initialised checkpoint that can be served."""
     import torch
 
+    from sglang_dlite.training.run_checkpoint import has_checkpoint
     from sglang_dlite.training.run_folder import save_model
     from sglang_dlite.training.session import Session, pick_device
 
@@ -86,13 +87,21 @@ def dry_run(config: TrainConfig) -> Path | None:
     has_replies = announce_data(config, shape)
     if config.run.device == "meta":
         return None
+    folder = Path(config.run.folder)
+    export = Path(config.run.export or folder / "drafter")
+    if has_checkpoint(folder) or (export / "provenance.json").exists():
+        print(
+            f"train: no drafter written, {export} is a training run's. For an initialised one name "
+            "another run.folder, and another run.export if that is set",
+            file=sys.stderr,
+        )
+        return None
     pick_device(config.run.device)
     torch.manual_seed(config.optim.seed)
-    if has_replies and config.model.warm_start:
+    if has_replies and (config.model.warm_start or config.run.init_from):
         drafter = Session(config).fresh_drafter()
     else:
         drafter = DLiteDrafter(shape)
-    export = Path(config.run.export or Path(config.run.folder) / "drafter")
     save_model(drafter.bfloat16(), export)
     return export
 

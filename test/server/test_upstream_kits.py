@@ -159,7 +159,7 @@ class Embedded(Served):
 
 
 class TestCorrectness(Embedded, SpecCorrectnessKit):
-    acc_length_thres = 1.25  # the shipped drafter's is 1.39 on the kit's prompt
+    acc_length_thres = 1.25  # the shipped drafter's is 1.37 on the kit's prompt
     batch_accept_len_thres = 1.1
 
 

@@ -163,6 +163,11 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     @property
+    def export_folder(self) -> Path:
+        """Where the finished drafter goes."""
+        return Path(self.run.export or Path(self.run.folder) / "drafter")
+
+    @property
     def has_teacher(self) -> bool:
         """Whether there is one; the drafter then starts with its head."""
         return bool(self.stages.teacher or self.run.teacher_from)

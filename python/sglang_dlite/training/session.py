@@ -266,7 +266,7 @@ class Session:
         if trainer is None:
             return self.folder / "teacher" / "best"
         best = trainer.run()
-        export = Path(config.run.export or self.folder / "drafter")
+        export = config.export_folder
         if self.world.is_main:
             final = load_drafter(self.folder / "best")
             save_model(copy_for_serving(final), export)

@@ -87,9 +87,8 @@ def dry_run(config: TrainConfig) -> Path | None:
     has_replies = announce_data(config, shape)
     if config.run.device == "meta":
         return None
-    folder = Path(config.run.folder)
-    export = Path(config.run.export or folder / "drafter")
-    if has_checkpoint(folder) or (export / "provenance.json").exists():
+    export = config.export_folder
+    if has_checkpoint(Path(config.run.folder)) or (export / "provenance.json").exists():
         print(
             f"train: no drafter written, {export} is a training run's. For an initialised one name "
             "another run.folder, and another run.export if that is set",
